@@ -240,6 +240,16 @@ KPerRank = Annotated[list[int] | None, _per_rank("k", "Columns of A or B")]
 Workspace = Annotated[str, _choice("--workspace", values=WORKSPACES, metavar="NAME", help="Slots of the plan")]
 Sync = Annotated[str, _choice("--sync", values=SYNCS, metavar="NAME", help="How replays are kept apart")]
 Mechanism = Annotated[str, _choice("--mechanism", values=MECHANISMS, metavar="NAME", help="How data moves")]
+RanksPerHost = Annotated[
+    int | None,
+    typer.Option(
+        "--ranks-per-host",
+        metavar="N",
+        parser=number(1),
+        help="Ranks that share memory; the others are on other hosts. [default: all]",
+        show_default=False,
+    ),
+]
 MachineOption = Annotated[
     Machine,
     typer.Option(

@@ -24,6 +24,7 @@ from distgemm.cli.options import (
     PartialDtype,
     Pictures,
     Ranks,
+    RanksPerHost,
     Scaling,
     ScheduleName,
     ScheduleOptions,
@@ -72,6 +73,7 @@ def plan_command(
     workspace: Workspace = WORKSPACES[0],
     sync: Sync = SYNCS[0],
     mechanism: Mechanism = MECHANISMS[0],
+    ranks_per_host: RanksPerHost = None,
     ops: Annotated[bool, typer.Option("--ops", help="List the ops of all ranks.")] = False,
     rank: Annotated[
         int | None,
@@ -97,7 +99,7 @@ def plan_command(
     options: dict[str, Any] = {"workspace": workspace, "sync": sync, "mechanism": mechanism, **parse_options(option)}
     on = arrangement(name, ranks, mesh)
     check_shares(problem, on)
-    plan = make_plan(problem, name, mesh=on, **options)
+    plan = make_plan(problem, name, mesh=on, ranks_per_host=ranks_per_host, **options)
     if wants_text(json):
         typer.echo(show_plan(plan, ops=ops, rank=rank, limit=limit, width=min(WIDTH, console_width())))
     if json is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from distgemm.bench.cases import LAYERS, Case, cases
+from distgemm.bench.report import load, save
 from distgemm.cli.options import (
     DEFAULT_M,
     Dtype,
@@ -24,6 +25,8 @@ from distgemm.cli.options import (
     count_ranks,
     each_once,
     models_of,
+    named,
+    read_by,
 )
 from distgemm.cli.output import Line, check_json, new_console, print_figures, say, wants_text, write_json
 
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = ["measured_layers", "run_rank", "tune_command", "tuned_lines"]
 
+ROW_FIELDS = Case._fields[:-1]
+"""Fields of a row of a benchmark, whose operands are bfloat16."""
 TUNE_TIMEOUT_S = 4 * 3600.0
 """Time in which all ranks must end. It includes the compilation of kernels."""
 
@@ -51,6 +56,16 @@ def tune_command(
         typer.Option("--kernels/--no-kernels", help="Whether tile configurations of GEMMs are measured as well."),
     ] = True,
     write: Annotated[bool, typer.Option("--write/--no-write", help="Whether the fastest is recorded.")] = True,
+    source: Annotated[
+        Any,
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            parser=read_by(load),
+            help="Measure nothing: record the fastest of each row of a benchmark, which bench --json wrote.",
+            show_default=False,
+        ),
+    ] = None,
     json: JsonFile = None,
 ) -> None:
     """Measure and record what "auto" selects.
@@ -62,6 +77,16 @@ def tune_command(
     is written after each layer.
     """
     check_json(json)
+    if source is not None:
+        from distgemm.bench.choices import record_benchmark
+
+        rows = [Case(*(row[field] for field in ROW_FIELDS)) for row in source["rows"]]
+        with named("--from"):
+            recorded = record_benchmark(source, write=write)
+        if json is not None and wants_text(json):
+            save({"layers": measured_layers(rows, recorded)}, json)
+        _report(rows, recorded, json)
+        return
     names = (models_of(model), each_once(layer, list(LAYERS)), each_once(pattern, ["ag+gemm", "gemm+rs"]))
     ms = each_once(m, [DEFAULT_M])
     cases(*names, ms, ranks or tp, tp, dtype)  # arguments are refused before GPUs are looked for
@@ -74,7 +99,11 @@ def tune_command(
     by_rank: list[list[Tuned]] = launch(
         run_rank, size, found, write, kernels, path, backend="nccl", timeout=TUNE_TIMEOUT_S
     )
-    tuned = by_rank[0]
+    _report(found, by_rank[0], json)
+
+
+def _report(found: Sequence[Case], tuned: Sequence[Tuned], json: Path | None) -> None:
+    """Print or write what was measured, and where it is recorded."""
     if wants_text(json):
         heads = ["layer", "m x n x k", "ms", "unfused", "speed-up"]
         print_figures(heads, tuned_lines(found, tuned))
@@ -90,7 +119,6 @@ def run_rank(found: Sequence[Case], write: bool, kernels: bool, json: Path | Non
     """Tune all cases. Each rank calls this; rank 0 writes the file after each case."""
     import torch.distributed as dist
 
-    from distgemm.bench.report import save
     from distgemm.tune import tune
 
     tuned: list[Tuned] = []

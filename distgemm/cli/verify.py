@@ -14,6 +14,7 @@ from distgemm.cli.options import (
     JsonFile,
     MeshSides,
     PerTile,
+    RanksPerHost,
     ScheduleOptions,
     cases_of,
     check_ranks_of_mesh,
@@ -80,6 +81,7 @@ def verify_command(
     workspace: Annotated[str, _modes("--workspace", WORKSPACES, "Slots of the plan")] = "all",
     sync: Annotated[str, _modes("--sync", SYNCS, "How replays are kept apart")] = "all",
     mechanism: Annotated[str, _modes("--mechanism", MECHANISMS, "How data moves")] = "all",
+    ranks_per_host: RanksPerHost = None,
     per_tile: PerTile = None,
     json: JsonFile = None,
     output: Annotated[
@@ -96,7 +98,8 @@ def verify_command(
     """Prove plans of one schedule or of all.
 
     A proof shows that every tile is right, without race or deadlock, in one replay and from each replay to the
-    next. Exit status 1 when a plan fails, or cannot be built. A schedule that cannot take a number of ranks, a mesh
+    next. With --ranks-per-host, it also shows that no message across hosts is waited for forever; what moves is
+    pushed. Exit status 1 when a plan fails, or cannot be built. A schedule that cannot take a number of ranks, a mesh
     or an option is skipped, with the reason. It is an error if all schedules are skipped.
 
     With --per-tile, it proves executions by that kernel instead of plans: each rank multiplies each tile once, each
@@ -117,7 +120,8 @@ def verify_command(
             raise ValueError("-o draws plans, and --per-tile proves none")
         _verify_per_tile(per_tile, cases, options, problem, json)
         return
-    values = {"workspace": (workspace, WORKSPACES), "sync": (sync, SYNCS), "mechanism": (mechanism, MECHANISMS)}
+    mechanisms = MECHANISMS if ranks_per_host is None else ("push",)
+    values = {"workspace": (workspace, WORKSPACES), "sync": (sync, SYNCS), "mechanism": (mechanism, mechanisms)}
     each = [[(mode, one) for one in (known if value == "all" else (value,))] for mode, (value, known) in values.items()]
     modes: list[dict[str, Any]] = [dict(mode) for mode in product(*each)]
     failed: Plan | None = None  # the first one
@@ -140,7 +144,7 @@ def verify_command(
                     break
                 plan = None
                 try:
-                    plan = make_plan(problem, built, **mode)
+                    plan = make_plan(problem, built, ranks_per_host=ranks_per_host, **mode)
                     ops += sum(size.ops for size in plan.sizes)
                     plan.verify()
                 except (ValueError, PlanError) as error:

@@ -70,7 +70,7 @@ SCHEDULE_MACROS: dict[KernelSchedule, str] = {
     "plain": "DG_PLAIN",
 }
 EPILOGUE_MACROS: dict[Epilogue, str] = {"tma": "DG_TMA", "direct": "DG_DIRECT"}
-HEADERS = ("epilogue.cuh", "gemm_facts.cuh", "facts.cuh")
+HEADERS = ("epilogue.cuh", "gemm_facts.cuh", "facts.cuh", "promotion.cuh")
 TMA_DEPTH_BYTES = 128
 PLAIN_DEPTH_BYTES = {"float32": 32}
 INT32_MAX = 2**31 - 1

@@ -60,21 +60,24 @@ TILES: tuple[Tile, ...] = (
 )
 """Tiles of kernels with TMA and wgmma. Of configurations with equal estimates, the first listed is taken."""
 
-MAX_FP8_SUMS = 96
-"""Kernels for fp8 with TMA have each sum twice in registers: for the last 128 of k, and for all before. The compiler
-spills those of larger tiles."""
+MAX_FP8_SUMS = 128
+"""Kernels for fp8 with TMA have registers for all sums, and for the product of one wgmma, which is added to them after
+every 128 of k. The compiler spills those of larger tiles."""
 
 MAX_COLUMN_SCALED_SUMS = 80
 """As ``MAX_FP8_SUMS``, if each column of D has scales of its own, which take registers, too."""
 
 FP8_TILES: tuple[Tile, ...] = (
-    Tile("cooperative", (128, 192), ((2, 1), (1, 2)), rate=1.0),
+    Tile("cooperative", (128, 256), ((2, 1), (1, 2)), rate=1.0),
+    Tile("cooperative", (256, 128), ((2, 1), (1, 2)), rate=1.0),
+    Tile("cooperative", (128, 224), ((2, 1),), rate=0.99),
+    Tile("cooperative", (128, 192), ((2, 1), (1, 2)), rate=0.98),
     Tile("cooperative", (128, 160), ((2, 1),), rate=0.96),
-    Tile("cooperative", (128, 128), ((2, 1), (1, 2)), rate=0.9),
+    Tile("cooperative", (128, 128), ((2, 1), (1, 2)), rate=0.94),
+    Tile("cooperative", (128, 96), ((2, 1),), rate=0.9),
     Tile("pingpong", (64, 128), ((1, 1),), rate=0.6),
 )
-"""Tiles of kernels for fp8 with TMA. Their rates are estimates. In a cooperative kernel one warp group moves sums while
-the other one multiplies; in a pingpong kernel none multiplies meanwhile."""
+"""Tiles of kernels for fp8 with TMA. Their rates are estimates."""
 
 PLAIN_TILE = Tile("plain", (128, 128), ((1, 1),), rate=0.3)
 """The only tile of kernels without TMA."""

@@ -44,6 +44,7 @@ def make_plan(
     sync: SyncMode = "credit",
     mechanism: Mechanism = "push",
     send_slots: int = SEND_SLOTS,
+    ranks_per_host: int | None = None,
     **options: Any,
 ) -> Plan:
     """The plan of a product under a schedule: the ops of every rank, with their memory and their order.
@@ -65,6 +66,9 @@ def make_plan(
             from there. "store": as "push", but GEMMs write partial sums for other ranks directly into their slots.
         send_slots: with "push", the number of slots for partial sums that a rank has computed and not yet sent, >= 1.
             A GEMM waits for a copy if no slot is free.
+        ranks_per_host: number of ranks that share memory and follow one another; it divides ``world_size``. The other
+            ranks are on other hosts, to which ranks send messages instead of writing their memory. It takes the
+            mechanism "push". None: all ranks share memory.
         **options: options of the schedule, if ``schedule`` is a name.
 
     Returns:
@@ -92,9 +96,27 @@ def make_plan(
         member("sync", sync, SYNCS),
         member("mechanism", mechanism, MECHANISMS),
         integer("send_slots", send_slots),
+        _ranks_per_host(ranks_per_host, scheduler.world_size, mechanism),
     )
     key = (problem, scheduler, *arguments)
     return _plans.get(key) or _plans.keep(key, _resize_or_derive(problem, scheduler, *arguments))
+
+
+def _ranks_per_host(given: int | None, ranks: int, mechanism: Mechanism) -> int | None:
+    """The argument of :func:`make_plan`, checked; None if all ranks are on one host."""
+    if given is None:
+        return None
+    count = integer("ranks_per_host", given, 1, ranks)
+    if ranks % count:
+        raise ValueError(f"ranks_per_host divides the number of ranks, {ranks}, got {count}")
+    if count == ranks:
+        return None
+    if mechanism != "push":
+        raise ValueError(
+            f"mechanism {mechanism!r} accesses the memory of other ranks, which hosts do not share: with "
+            f"ranks_per_host={count} for {ranks} ranks it is 'push'"
+        )
+    return count
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,6 +225,7 @@ def _derive(
     sync: SyncMode,
     mechanism: Mechanism,
     send_slots: int,
+    ranks_per_host: int | None = None,
 ) -> Structure:
     derivation = Derivation(problem, scheduler, mechanism)
     derivation.run()
@@ -231,6 +254,7 @@ def _derive(
         rank_ops=rank_ops,
         slots=slots,
         scale_shards=scale_shards,
+        ranks_per_host=ranks_per_host,
     )
     cuts, shapes = tuple(sorted(derivation.cuts)), tuple(derivation.shapes)
     return Structure(plan, cuts, shapes, derivation.alignment, fixed_views(rank_ops, problem.scaling), tiles)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args
 
 from distgemm.arguments import instance, integer, json_value, member, sequence
 from distgemm.plan.ops import (
@@ -34,9 +34,11 @@ from distgemm.plan.schema import Mechanism, PlanError, SyncMode, WorkspaceMode, 
 from distgemm.schedulers import TileCoord
 
 __all__ = [
+    "LINK_KINDS",
     "ROW_ALIGNMENT",
     "SLOT_ALIGNMENT",
     "STORED_ALIGNMENT",
+    "LinkKind",
     "Mechanism",
     "Plan",
     "PlanError",
@@ -54,6 +56,10 @@ STORED_ALIGNMENT = 1 << 16
 """Alignment of slots in bytes if GEMMs store into slots of several peers. For TMA these slots are one tensor, in which
 the distance between batches is a multiple of this alignment. TMA takes fewer than 2**31 such multiples, and the
 memories of peers may be 2**47 bytes apart."""
+
+LinkKind = Literal["inside", "across"]
+LINK_KINDS: tuple[LinkKind, ...] = get_args(LinkKind)
+"""Kinds of links: within a host, whose ranks share memory, and across hosts."""
 
 ROW_ALIGNMENT = 16
 """Alignment of rows in slots in bytes. Kernels load and store with TMA, which requires it."""
@@ -143,6 +149,8 @@ class Plan:
         slots: the slots of each rank's workspace.
         scale_shards: the boxes of SFA and SFB, the scales, that each rank holds: ``scale_shards[operand][rank]``. None
             for a problem without scaling.
+        ranks_per_host: the number of ranks that share memory, which follow one another. Links between others go across
+            hosts. None: all ranks share memory.
     """
 
     problem: GemmProblem
@@ -157,6 +165,7 @@ class Plan:
     rank_ops: Sequence[tuple[Op, ...]]
     slots: Sequence[tuple[Slot, ...]]
     scale_shards: tuple[tuple[Box, ...], tuple[Box, ...]] | None = None
+    ranks_per_host: int | None = None
 
     def __hash__(self) -> int:
         return self._hash
@@ -165,7 +174,10 @@ class Plan:
     def _hash(self) -> int:
         # Without the ops: plans with other ops but all else equal are rare, and ops may not be made yet.
         return hash(
-            (self.problem, self.schedule, self.mesh, self.workspace, self.sync, self.mechanism, self.iterations)
+            (
+                *(self.problem, self.schedule, self.mesh, self.ranks_per_host),
+                *(self.workspace, self.sync, self.mechanism, self.iterations),
+            )
         )
 
     @property
@@ -304,16 +316,51 @@ class Plan:
         shape = box_extents(self.box(operand, rank))
         return shape if self._has_batches(operand) else shape[1:]
 
-    def link_bytes(self) -> dict[tuple[int, int], int]:
+    def host(self, rank: int) -> int:
+        """The number of the host of a rank, from 0.
+
+        Args:
+            rank: 0 to world_size - 1.
+
+        Raises:
+            ValueError: if there is no such rank.
+        """
+        return self._rank(rank) // (self.ranks_per_host or self.world_size)
+
+    def across(self, src: int, dst: int) -> bool:
+        """Whether the link between two ranks goes across hosts.
+
+        Args:
+            src: 0 to world_size - 1.
+            dst: 0 to world_size - 1.
+
+        Raises:
+            ValueError: if there is no such rank.
+        """
+        return self.ranks_per_host is not None and self.host(src) != self.host(dst)
+
+    def link_bytes(self, kind: LinkKind | None = None) -> dict[tuple[int, int], int]:
         """The bytes that one replay sends over each link, without flags.
+
+        Args:
+            kind: "inside" for links within a host, "across" for links between hosts, None for all.
 
         Returns:
             Bytes by (source rank, destination rank). A link that carries nothing is absent.
+
+        Raises:
+            ValueError: for another kind.
         """
+        if kind is not None:
+            member("kind", kind, LINK_KINDS)
         found: Counter[tuple[int, int]] = Counter()
         for link, view in self._transfers:
             found[link] += box_size(view.box) * DTYPE_BYTES[self.dtype(view)]
-        return {link: size for link, size in sorted(found.items()) if size}
+        return {
+            link: size
+            for link, size in sorted(found.items())
+            if size and (kind is None or self.across(*link) == (kind == "across"))
+        }
 
     @cached_property
     def _transfers(self) -> tuple[tuple[tuple[int, int], View], ...]:
@@ -404,10 +451,11 @@ class Plan:
         return hashlib.sha256(repr((header, rows)).encode()).hexdigest()
 
     def _header(self) -> dict[str, Any]:
-        """The fields for hashes. Plans without scales have the hashes that they had before there were scales."""
+        """The fields for hashes. Plans of one host, or without scales, have the hashes that they always had."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        if self.scale_shards is None:
-            del fields["scale_shards"]
+        for name in ("scale_shards", "ranks_per_host"):
+            if fields[name] is None:
+                del fields[name]
         return fields
 
     @cached_property

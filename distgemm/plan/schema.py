@@ -156,6 +156,8 @@ def check_types(plan: Any) -> None:
         raise _wrong("iterations", f"{INTEGER} from 1 to {MAX_EXTENT}", plan.iterations)
     if not _are_integers(plan.mesh):
         raise _wrong("mesh", "a tuple of integers", plan.mesh)
+    if plan.ranks_per_host is not None and not _is_integer(plan.ranks_per_host):
+        raise _wrong("ranks_per_host", f"{INTEGER} or None", plan.ranks_per_host)
     _check_each("edges", plan.edges, 4, _are_integers, "a tuple of integers")
     _check_each("shards", plan.shards, 3, lambda value: type(value) is tuple, "a tuple of boxes")
     for operand, boxes in enumerate(plan.shards):

@@ -38,6 +38,7 @@ def derive_rotated(
     sync: SyncMode,
     mechanism: Mechanism,
     send_slots: int,
+    ranks_per_host: int | None = None,
 ) -> Plan:
     """The plan of a problem under a symmetric schedule, from the ops of rank 0.
 
@@ -48,6 +49,7 @@ def derive_rotated(
         sync: "credit" or "barrier".
         mechanism: "push", "pull" or "store".
         send_slots: >= 1.
+        ranks_per_host: None: all ranks share memory.
 
     Raises:
         NotSymmetricError: if the schedule or its plan is not symmetric. Then all ranks have to be derived.
@@ -77,6 +79,7 @@ def derive_rotated(
         shards=shards,
         rank_ops=RotatedOps(ops, rotation),
         slots=RotatedSlots(tenants, derivation.symmetry, derivation.edges, derivation.alignment),
+        ranks_per_host=ranks_per_host,
     )
     vars(plan)["sizes"] = (size_of_rank(ops),) * scheduler.world_size
     vars(plan)["rotated"] = ops, (derivation.symmetry.axes, derivation.alignment)

@@ -174,6 +174,11 @@ def check_ranks(plan: Plan) -> None:
             raise PlanError(f"the plan has ops for {ranks} ranks, but its {name} are for {count}")
     if not ranks or min(plan.mesh) < 1:
         raise PlanError(f"the plan is for {ranks} ranks on the mesh {plan.mesh}; each side is 1 or more")
+    of_host = plan.ranks_per_host
+    if of_host is not None and (not 1 <= of_host < ranks or ranks % of_host):
+        raise PlanError(
+            f"the plan is for {ranks} ranks; its ranks_per_host is None for one host, or divides them, got {of_host}"
+        )
 
 
 HOLDERS = {"m": (("A", 1), ("D", 1)), "n": (("B", 1), ("D", 2)), "k": (("A", 2), ("B", 2))}

@@ -14,6 +14,7 @@ from itertools import pairwise, product
 from typing import TypeVar
 
 from distgemm.plan import verify as full
+from distgemm.plan.exchanges import check_exchanges, ops_with_exchanges
 from distgemm.plan.ops import Barrier, Copy, Gemm, Op, Signal, View, Wait, accesses
 from distgemm.plan.plan import Plan, PlanError, collector_paused
 from distgemm.plan.rotate import RotatedOps, RotatedSlots, Rotation, rotated_shards
@@ -49,8 +50,11 @@ def verify(plan: Plan) -> None:
     """
     if isinstance(plan.rank_ops, RotatedOps):
         verify_rotated(plan)
+        ops_with_exchanges(plan, 0)
     else:
         full.verify(plan)
+        if plan.ranks_per_host is not None:
+            check_exchanges(plan)
 
 
 def verify_rotated(plan: Plan) -> None:

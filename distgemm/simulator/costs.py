@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from distgemm.arguments import instance, integer
 from distgemm.plan.ops import Copy, Gemm, View, box_extents, box_size, link_of
@@ -18,7 +19,7 @@ __all__ = [
     "copies_alone_us",
     "copy_bandwidth",
     "copy_bytes",
-    "far_port",
+    "copy_ports",
     "gemm_alone_us",
     "is_staging",
     "ports_of",
@@ -60,8 +61,8 @@ def predict_unfused(problem: GemmProblem, machine: Machine, pattern: Pattern, wo
     moved = passes * size * (world_size - 1) / world_size
     collective = machine.collective.latency + moved / (machine.collective.bandwidth * 1e3)
     if not machine.same_host(0, world_size - 1):
-        # The library divides what it moves into as many rings as a host has ranks, each over an adapter of its own.
-        rings = min(machine.ranks_per_host or 1, world_size)
+        # The library divides what it moves into rings, each over an adapter of its own.
+        rings = min(machine.adapters_per_host or machine.ranks_per_host or 1, machine.ranks_per_host or 1, world_size)
         across = machine.network.latency + moved / rings / (machine.network.bandwidth * 1e3)
         collective = max(collective, across)
     return machine.replay + gemm + collective
@@ -112,20 +113,37 @@ def stored_us(plan: Plan, machine: Machine, op: Gemm, link: tuple[int, int]) -> 
     return view_bytes(plan, op.out) / (machine.link(*link).bandwidth * 1e3)
 
 
-Port = tuple[int, bool, Link]
-"""One direction of a rank's link: (rank, whether it receives, link)."""
+class Port(NamedTuple):
+    """One direction of a rank's link, or of the adapters that the ranks of a host share.
+
+    Attributes:
+        place: the rank, or -1 - host.
+        receives: whether transfers arrive at it.
+        link: the link.
+        bandwidth: GB/s.
+    """
+
+    place: int
+    receives: bool
+    link: Link
+    bandwidth: float
 
 
-def ports_of(ends: tuple[int, int], link: Link) -> tuple[Port, Port]:
+def ports_of(machine: Machine, ends: tuple[int, int]) -> tuple[Port, Port]:
     """The port at which a transfer leaves its source, and the port at which it arrives."""
-    src, dst = ends
-    return (src, False, link), (dst, True, link)
+    link, adapters = machine.link(*ends), machine.adapters_per_host
+    if adapters is None or machine.same_host(*ends):
+        return Port(ends[0], False, link, link.bandwidth), Port(ends[1], True, link, link.bandwidth)
+    src, dst = (-1 - rank // (machine.ranks_per_host or 1) for rank in ends)
+    return Port(src, False, link, adapters * link.bandwidth), Port(dst, True, link, adapters * link.bandwidth)
 
 
-def far_port(op: Copy, ends: tuple[int, int], link: Link) -> Port:
-    """The port of the rank that does not execute a copy; the other port belongs to the copy engine."""
-    leaves, arrives = ports_of(ends, link)
-    return arrives if op.rank == leaves[0] else leaves
+def copy_ports(machine: Machine, op: Copy, ends: tuple[int, int]) -> tuple[Port, ...]:
+    """The ports that a copy shares with copies of other ranks: not the one that belongs to its own copy engine."""
+    leaves, arrives = ports_of(machine, ends)
+    if leaves.place < 0:
+        return leaves, arrives
+    return (arrives,) if op.rank == leaves.place else (leaves,)
 
 
 def gemm_alone_us(plan: Plan, machine: Machine, rank: int) -> float:
@@ -161,12 +179,13 @@ def copies_alone_us(plan: Plan, machine: Machine) -> float:
             if isinstance(op, Copy):
                 launch, size = machine.copy_launch, copy_bytes(plan, op)
                 engines[op.rank, link] += link.gap + size / (copy_bandwidth(machine, op, link) * 1e3)
-                ports[far_port(op, ends, link)] += size / (link.bandwidth * 1e3)
+                for port in copy_ports(machine, op, ends):
+                    ports[port] += size / (port.bandwidth * 1e3)
             elif isinstance(op, Gemm):
-                for port in ports_of(ends, link):
-                    ports[port] += stored_us(plan, machine, op, ends)
+                for port in ports_of(machine, ends):
+                    ports[port] += view_bytes(plan, op.out) / (port.bandwidth * 1e3)
     found = [busy + link.latency for (_, link), busy in engines.items()]
-    found += [busy + link.latency for (_, _, link), busy in ports.items()]
+    found += [busy + port.link.latency for port, busy in ports.items()]
     return machine.replay + machine.entry + launch + max(found) if found else 0.0
 
 

@@ -9,7 +9,8 @@ network, and one lane for local sums and copies. Each lane executes its ops in t
   both ranks have carried what GEMMs have stored through them so far; the data has arrived one latency later.
 * A copy occupies a copy engine of the rank that executes it. It shares the port of the other rank with other copies:
   the receiver's port if it is pushed, the source's port if it is pulled. Copies from a rank's own shards to its slots,
-  for others to pull, use the same engine.
+  for others to pull, use the same engine. If the ranks of a host share network adapters, copies across hosts share the
+  adapters of both hosts.
 * Signals and waits take their latency and occupy nothing.
 
 Times are microseconds.
@@ -22,6 +23,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from distgemm.arguments import finite, function, instance, integer
@@ -33,11 +35,10 @@ from distgemm.simulator.costs import (
     copies_alone_us,
     copy_bandwidth,
     copy_bytes,
-    far_port,
+    copy_ports,
     gemm_alone_us,
     is_staging,
     ports_of,
-    stored_us,
     view_bytes,
 )
 from distgemm.simulator.machine import GemmCost, Link, Machine, list_machines
@@ -84,7 +85,8 @@ def simulate(
     instance("plan", plan, Plan, "a distgemm.Plan")
     if isinstance(machine, str):
         machine = Machine.load(machine)
-    instance("machine", machine, Machine, f"a Machine, one of {', '.join(list_machines())}, or a path")
+    machine = instance("machine", machine, Machine, f"a Machine, one of {', '.join(list_machines())}, or a path")
+    machine = machine.of_plan(plan)
     gemm_streams = integer(
         "gemm_streams", machine.gemm_streams if gemm_streams is None else gemm_streams, 1, MAX_STREAMS
     )
@@ -178,10 +180,10 @@ class _Run:
 
 @dataclass(eq=False, slots=True)
 class _Flow:
-    """A copy between ranks under way: by an engine of its own rank, through a port of the other rank."""
+    """A copy between ranks under way: by an engine of its own rank, through ports that it shares."""
 
     run: _Run
-    port: Port
+    ports: tuple[Port, ...]
     link: Link
     bandwidth: float  # GB/s where nothing shares
     left: float  # bytes
@@ -545,8 +547,8 @@ class _Simulation:
         ends, op = self.work.link[run.rank][run.at], self.work.ops[run.rank][run.at]
         assert isinstance(op, Gemm) and ends is not None
         link, computed = self.machine.link(*ends), run.end
-        carried = stored_us(self.work.plan, self.machine, op, ends)
-        for port in ports_of(ends, link):
+        for port in ports_of(self.machine, ends):
+            carried = view_bytes(self.work.plan, op.out) / (port.bandwidth * 1e3)
             self.stored[port] = max(self.stored[port], time) + carried
             run.end = max(run.end, self.stored[port])
         run.stores = run.end - computed
@@ -573,19 +575,21 @@ class _Simulation:
             return
         link = self.machine.link(*ends)
         bandwidth = copy_bandwidth(self.machine, op, link)
-        flow = _Flow(run, far_port(op, ends, link), link, bandwidth, float(cost), time)
+        flow = _Flow(run, copy_ports(self.machine, op, ends), link, bandwidth, float(cost), time)
         self.post(time + link.gap, _FLOWS, (flow, -1), run.at)
 
     def _flow_event(self, flow: _Flow, version: int, time: float) -> None:
         """A copy begins to flow (version -1), or ends if its rate has not changed since the end was scheduled."""
         if version == -1:
             self.engines[flow.run.rank].append(flow)
-            self.ports[flow.port].append(flow)
+            for port in flow.ports:
+                self.ports[port].append(flow)
             flow.since = time
             self._rates(flow, time)
         elif version == flow.version:
             self.engines[flow.run.rank].remove(flow)
-            self.ports[flow.port].remove(flow)
+            for port in flow.ports:
+                self.ports[port].remove(flow)
             self._copied(flow.run, time, flow.link.latency)
             self._rates(flow, time)
 
@@ -598,13 +602,13 @@ class _Simulation:
 
     def _rates(self, changed: _Flow, time: float) -> None:
         """Schedule anew the ends of copies that share an engine or a port with one that begins or ends."""
-        for flow in dict.fromkeys((*self.engines[changed.run.rank], *self.ports[changed.port])):
-            sharing = len(self.ports[flow.port])
+        near = chain.from_iterable(self.ports[port] for port in changed.ports)
+        for flow in dict.fromkeys((*self.engines[changed.run.rank], *near)):
             moving = sum(other.link is flow.link for other in self.engines[flow.run.rank])
             each = flow.bandwidth
             if moving > self.machine.copy_streams and flow.link is self.machine.nvlink:
                 each = self.machine.contended / moving
-            rate = min(each, flow.link.bandwidth / sharing) * 1e3
+            rate = min(each, *(port.bandwidth / len(self.ports[port]) for port in flow.ports)) * 1e3
             if rate != flow.rate:
                 flow.left = max(0.0, flow.left - flow.rate * (time - flow.since))
                 flow.since, flow.rate = time, rate

@@ -26,6 +26,7 @@ from distgemm.arguments import (
     write,
     wrong,
 )
+from distgemm.plan.plan import Plan
 from distgemm.plan.problem import DTYPE_BYTES, DTYPES
 
 __all__ = ["GemmCost", "KernelTile", "Link", "Machine", "Rate", "list_machines"]
@@ -108,8 +109,9 @@ class Machine:
         pull_bandwidth: rate when the receiver pulls instead, GB/s.
         copy_streams: copy streams per rank at which the bandwidth above holds.
         contended: rate of all copy streams together if there are more of them, GB/s.
-        network: links between hosts. Each rank has an adapter of its own.
-        ranks_per_host: ranks that NVLink connects; None: all.
+        network: links between hosts, the bandwidth that of one adapter.
+        ranks_per_host: ranks that NVLink connects; None: all. A plan with ranks_per_host replaces it.
+        adapters_per_host: network adapters that the ranks of a host share; None: each rank has one of its own.
         signal: until a flag is seen by its reader, us.
         wait: from there until the op that waited starts, us.
         copy_launch: from the moment a copy may start to its start, unless the copy before it takes longer, us.
@@ -141,6 +143,7 @@ class Machine:
     contended: float
     network: Link
     ranks_per_host: int | None
+    adapters_per_host: int | None
     signal: float
     wait: float
     copy_launch: float
@@ -156,8 +159,9 @@ class Machine:
         string("name", self.name)
         for name in ("sms", "copy_streams", "gemm_streams"):
             integer(name, getattr(self, name), 1, MAX_EXTENT)
-        if self.ranks_per_host is not None:
-            integer("ranks_per_host", self.ranks_per_host, 1, MAX_EXTENT)
+        for name in ("ranks_per_host", "adapters_per_host"):
+            if getattr(self, name) is not None:
+                integer(name, getattr(self, name), 1, MAX_EXTENT)
         _rate("sustained", self.sustained, 1.0)
         for name in ("memory", "sum_memory", "pull_bandwidth", "contended"):
             _rate(name, getattr(self, name))
@@ -268,6 +272,12 @@ class Machine:
         """Whether NVLink connects two ranks."""
         one, other = integer("one", one, 0), integer("other", other, 0)
         return self.ranks_per_host is None or one // self.ranks_per_host == other // self.ranks_per_host
+
+    def of_plan(self, plan: Plan) -> Machine:
+        """The machine with the hosts of a plan; this one if the plan says nothing of hosts."""
+        if plan.ranks_per_host is None:
+            return self
+        return dataclasses.replace(self, ranks_per_host=plan.ranks_per_host)
 
     def link(self, src: int, dst: int) -> Link:
         """The link between two ranks."""

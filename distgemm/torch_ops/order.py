@@ -66,7 +66,7 @@ def keep_order(op: torch._ops.OpOverload) -> None:
         kernel.previous = previous
         # Inductor takes the last constant of a collective for the name of its group.
         kernel.constant_args = (*kernel.constant_args, {**dict(zip(names, args, strict=False)), **kwargs}["group"])
-        return torch.utils._pytree.tree_map_only(ir.IRNode, lambda node: node.wrap_for_lowering(), found)
+        return torch.utils._pytree.tree_map_only(ir.IRNode, ir.TensorBox.create, found)
 
     # Without a lowering, inductor would make this fallback in the first call, with the strides that custom ops want.
     constraint = lowering.tag_to_layout_constraint(get_layout_constraint_tag(op))

@@ -34,7 +34,17 @@ from distgemm.tune.config import UNFUSED, TunedConfig
 from distgemm.tune.kernels import sources_of
 from distgemm.tune.ranks import device_of, from_all, from_first, refuse_capture
 
-__all__ = ["Tuned", "finalists", "measurable", "random_tensors", "search", "tune"]
+__all__ = [
+    "Tuned",
+    "entry_of",
+    "fastest_of",
+    "finalists",
+    "measurable",
+    "random_tensors",
+    "search",
+    "tune",
+    "with_fallback",
+]
 
 MIN_SPEEDUP = 0.02
 """A plan is taken if it saves this share of the unfused program's time: two runs of one program differ by as much."""
@@ -159,11 +169,8 @@ def search(
     def record() -> tuple[TunedConfig, dict[str, float], Path | None]:
         if not write:
             return fastest, times, None
-        entry = fastest.to_dict() | {"ms": round(times[str(fastest)], 5)}
-        if str(UNFUSED) in times:
-            entry["unfused_ms"] = round(times[str(UNFUSED)], 5)
         try:
-            return fastest, times, CACHE.record(gpu_name(device), {key: entry})
+            return fastest, times, CACHE.record(gpu_name(device), {key: entry_of(fastest, times)})
         except OSError as error:
             if must_write:
                 raise
@@ -173,6 +180,12 @@ def search(
     config, times, path = from_first(group, device, record)
     logger.info("%s: %s, %.4f ms; tried %s", key, config, times[str(config)], times)
     return Tuned(replace(config, source="measured"), times, trial.refused, path)
+
+
+def entry_of(config: TunedConfig, times: Mapping[str, float]) -> dict[str, Any]:
+    """What the cache records of a configuration, with its ms and those of the unfused program."""
+    entry = config.to_dict() | {"ms": round(times[str(config)], 5)}
+    return entry | ({"unfused_ms": round(times[str(UNFUSED)], 5)} if str(UNFUSED) in times else {})
 
 
 def fastest_of(ran: Sequence[TunedConfig], times: Mapping[str, float]) -> TunedConfig:

@@ -122,7 +122,12 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
     moved = (
         f"{bytes_text(total)} move in all, at most {bytes_text(busiest)} over one link" if links else "nothing moves"
     )
-    add_title(figure, f"{plan.schedule}: {problem_text(plan)}", f"Plan for {ranks} rank{'s' * (ranks != 1)}; {moved}.")
+    hosts = ""
+    if plan.ranks_per_host is not None:
+        hosts = f" on hosts of {plan.ranks_per_host}"
+        moved += f"; {bytes_text(sum(plan.link_bytes('across').values()))} go across hosts"
+    head = f"Plan for {ranks} rank{'s' * (ranks != 1)}{hosts}; {moved}."
+    add_title(figure, f"{plan.schedule}: {problem_text(plan)}", head)
     _links(add_axes(figure, 1.0, height - 1.35 - side, side, side), plan, links, cell)
     _workspace(add_axes(figure, 1.0 + side + 1.6, height - 1.35 - side, bars, side), plan, cell)
     axes = add_axes(figure, 1.6, 0.55, step * len(columns), low)
@@ -384,6 +389,10 @@ def _links(axes: Axes, plan: Plan, links: dict[tuple[int, int], int], cell: floa
             if ranks <= 12:
                 text = bytes_text(size).replace(" ", "\n") if size else ("-" if src != dst else "")
                 axes.text(dst + 0.5, src + 0.5, text, ha="center", va="center", size=SMALL, color=ink_on(colour))
+    if plan.ranks_per_host is not None:  # lines between hosts
+        for edge in range(plan.ranks_per_host, ranks, plan.ranks_per_host):
+            axes.axhline(edge, color=INK, linewidth=1.2)
+            axes.axvline(edge, color=INK, linewidth=1.2)
     if ranks > 12:
         used = sorted({bytes_text(size) for size in links.values()})
         text = f"a coloured cell carries {' or '.join(used[:3])}" if used else "no cell carries anything"

@@ -372,13 +372,27 @@ def _plan_head(plan: Plan) -> list[str]:
     scales = f", scales {scaling_name(problem.scaling)}" if problem.scaling else ""
     tiles = ", ".join(f"{mode} {_tiles(edges)}" for mode, edges in zip("mnkl", plan.edges, strict=True))
     return [
-        f"{plan.schedule}: {_count(plan.world_size, 'rank')}{_mesh(plan.mesh)}, "
+        f"{plan.schedule}: {_count(plan.world_size, 'rank')}{_mesh(plan.mesh)}{_hosts(plan)}, "
         f"{_count(plan.iterations, 'iteration')}, workspace {plan.workspace}, sync {plan.sync}, "
         f"mechanism {plan.mechanism}",
         f"problem: m {problem.m}, n {problem.n}, k {problem.k}, l {problem.l}{groups}{rows}; "
         f"{problem.dtype}{b} -> {problem.out_dtype}, partial sums {problem.partial_dtype}{scales}",
         f"tiles: {tiles}",
     ]
+
+
+def _hosts(plan: Plan) -> str:
+    if plan.ranks_per_host is None:
+        return ""
+    return f" on {plan.world_size // plan.ranks_per_host} hosts of {plan.ranks_per_host}"
+
+
+def _across(plan: Plan) -> str:
+    """How many of the bytes go across hosts."""
+    if plan.ranks_per_host is None:
+        return ""
+    links = plan.link_bytes("across")
+    return f", {sum(links.values())} of them across hosts over {_count(len(links), 'link')}"
 
 
 def _tiles(edges: tuple[int, ...]) -> str:
@@ -441,11 +455,15 @@ def _links(plan: Plan, limit: int, width: int | None) -> str:
     ranks = range(plan.world_size)
     rows = [["link bytes", *(f"to {rank}" for rank in ranks[:limit]), "sent"]]
     for src in ranks[:limit]:
-        cells = [bytes_text(links[src, dst]) if (src, dst) in links else "." for dst in ranks[:limit]]
+        cells = [
+            bytes_text(links[src, dst]) + "*" * plan.across(src, dst) if (src, dst) in links else "."
+            for dst in ranks[:limit]
+        ]
         rows.append([f"from {src}", *cells, bytes_text(sum(size for link, size in links.items() if link[0] == src))])
     received = [bytes_text(sum(size for link, size in links.items() if link[1] == dst)) for dst in ranks[:limit]]
     rows.append(["received", *received, bytes_text(sum(links.values()))])
-    return "\n".join([*_table(rows, width), *_left_out(("senders", ranks), ("receivers", ranks), limit)])
+    note = ["* across hosts"] if plan.link_bytes("across") else []
+    return "\n".join([*_table(rows, width), *note, *_left_out(("senders", ranks), ("receivers", ranks), limit)])
 
 
 def _totals(plan: Plan) -> str:
@@ -460,7 +478,8 @@ def _totals(plan: Plan) -> str:
         scales = f", {size} of them scales"
     return (
         f"totals: {_count(len(ops), 'op')}, {flops} flop, {sum(links.values())} bytes over {_count(len(links), 'link')}"
-        f"{scales} ({max(links.values(), default=0)} on the busiest), at most {workspace} bytes of workspace on a rank"
+        f"{_across(plan)}{scales} ({max(links.values(), default=0)} on the busiest), at most {workspace} bytes of "
+        "workspace on a rank"
     )
 
 

@@ -151,6 +151,7 @@ def two_hosts() -> str:
     """Predicted times of two layers of Llama 405B on two hosts, by schedule."""
     hidden, intermediate = 16384, 53248
     machine = dataclasses.replace(MACHINE, ranks_per_host=HOSTS[1])
+    shared = dataclasses.replace(machine, adapters_per_host=1)
     rows = []
     for tokens in (4096, 16384):
         for layer, sides in (("fc1", (2 * intermediate, hidden)), ("fc2", (hidden, intermediate))):
@@ -161,25 +162,29 @@ def two_hosts() -> str:
             named.append(("tensor_parallel_2d_nested", {"mesh": HOSTS, "across": across, "inside": inside}))
             cells = []
             for name, options in named:
-                lines = [simulate(distgemm.make_plan(problem, name, chunks=c, **options), machine) for c in FEW_CHUNKS]
-                line = min(lines, key=lambda each: each.time)
-                between = sum(
-                    size for (src, dst), size in line.plan.link_bytes().items() if not machine.same_host(src, dst)
-                )
-                cells.append((line, between))
+                plans = [
+                    distgemm.make_plan(problem, name, chunks=c, ranks_per_host=HOSTS[1], **options) for c in FEW_CHUNKS
+                ]
+                line = min((simulate(plan, machine) for plan in plans), key=lambda each: each.time)
+                cells.append((line, sum(line.plan.link_bytes("across").values())))
+            nested = cells[-1][0]
             unfused = predict_unfused(problem, machine, PATTERNS[layer], ranks)
             times = [unfused, *(line.time for line, _ in cells)]
             rows.append(
                 [
                     f"{layer}, {tokens}",
                     *(f"**{_ms(time)}**" if time == min(times) else _ms(time) for time in times),
-                    _ms(cells[-1][0].gemm_alone),
+                    _ms(nested.gemm_alone),
+                    f"{100 * nested.hidden:.0f} %",
+                    _ms(max(0.0, nested.time - nested.gemm_alone)),
+                    _ms(min(simulate(plan, shared).time for plan in plans)),
                     " / ".join(str(between >> 20) for _, between in cells),
                 ]
             )
     head = (
         "layer, tokens | a library's collective, then one GEMM, ms | flat, direct, ms | flat ring, ms | nested, ms | "
-        "the local GEMM alone, ms | between hosts, MiB: direct / ring / nested"
+        "the local GEMM alone, ms | transfers of nested that GEMMs hide | not hidden, ms | "
+        "nested, one adapter for each host, ms | between hosts, MiB: direct / ring / nested"
     )
     return (
         "Predicted for Llama 405B, bfloat16, tensor parallelism of 16 on two hosts of 8 H200s, one adapter of "

@@ -188,6 +188,13 @@ def nested_all_reduce() -> str:
     return str(FORMULAS["nested_all_reduce"])
 
 
+@table
+def across_hosts() -> str:
+    """The bytes that go across hosts, of nested and of flat schedules."""
+    head = "pattern | nested | flat, `direct` or `pairwise` | flat, `ring` or `chain`"
+    return rows_of(head, [[pattern, *each.values()] for pattern, each in FORMULAS["across_hosts"].items()])
+
+
 def _move(move: dict[str, str]) -> str:
     return f"{move['share']} by `{move['route']}` along {move['axis']}"
 

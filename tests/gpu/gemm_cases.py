@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,7 @@ from distgemm.gemm.cutlass import CutlassProvider, kernel_source
 from distgemm.gemm.nvcc import KernelSource
 from distgemm.gemm.spec import FP8
 from distgemm.gemm.tensors import spec_of
-from distgemm.gemm.tiles import TMA_TILES
+from distgemm.gemm.tiles import FP8_TILES, TMA_TILES
 
 TORCH = {
     "bfloat16": torch.bfloat16,
@@ -277,11 +278,15 @@ def fp8_cases() -> Iterator[Case]:
     yield Case(e4m3, "rr", ("blocks",), m=1, n=8, k=2048, pad=0)
     yield Case(e4m3, "rr", ("blocks", "bias"), m=137, n=75, k=272, pad=0)  # results misaligned
     yield Case(e4m3, "rr", ("column_blocks",), m=137, n=75, k=272, pad=0)
-    # Tiles of all kinds: rows of B's blocks divide them, or not; one or two blocks of rows of A in a thread.
+    # Each thread block computes several tiles: few SMs are used.
+    for tile in FP8_TILES:
+        for cluster, terms in itertools.product(tile.clusters, (("row_scales",), ("blocks",), ("blocks", "partial"))):
+            config = GemmConfig((*tile.extents, 128), cluster, tile.kernel_schedule, share=16)
+            yield Case(e4m3, "rr", terms, m=1096, n=1352, k=1008, pad=16, config=str(config))
+    # Other tiles: rows of B's blocks divide them, or not; one or two blocks of rows of A in a thread.
     for text in (
-        "128x128x128_2x1_cooperative", "128x192x128_1x2_cooperative_raster_m_swizzle_2", "128x160x128_2x1_cooperative",
-        "64x128x128_1x1_pingpong", "64x192x128_2x2_pingpong", "256x64x128_1x1_cooperative",
-        "128x256x128_1x2_cooperative", "128x40x128_1x1_cooperative",
+        "128x192x128_1x2_cooperative_raster_m_swizzle_2", "64x192x128_2x2_pingpong", "256x64x128_1x1_cooperative",
+        "256x144x128_1x2_cooperative", "128x40x128_1x1_cooperative",
     ):  # fmt: skip
         yield Case(e4m3, "rr", ("blocks",), m=1096, n=1352, k=400, pad=16, config=text)
     for text in ("128x160x128_1x2_cooperative_share_2", "64x96x128_1x1_pingpong", "256x64x128_2x1_cooperative_direct"):

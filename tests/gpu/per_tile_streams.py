@@ -58,7 +58,8 @@ def gemms(ranks: int) -> list[RankGemm]:
     pingpong, wide, high = ((128, 128), (2, 1), True), ((128, 256), (1, 2), False), ((256, 128), (2, 1), False)
 
     def gemm(pattern: Any, kind: tuple[Any, ...], m: int, n: int, k: int) -> RankGemm:
-        return RankGemm(KernelTraits(pattern, *kind, sends=pattern == "ag+gemm"), distances, m, n, k)
+        sends = pattern in {"ag+gemm", "a2a+gemm"}
+        return RankGemm(KernelTraits(pattern, *kind, sends=sends), distances, m, n, k)
 
     return [
         gemm("ag+gemm", pingpong, 200, 328, 136),
@@ -69,6 +70,10 @@ def gemms(ranks: int) -> list[RankGemm]:
         gemm("gemm+ar", wide, 72, 520, 64),
         gemm("gemm+rs", pingpong, 72, 200, 64),
         gemm("ag+gemm", pingpong, 264, 136, 64),
+        gemm("gemm+a2a", pingpong, 200, 328, 136),
+        gemm("gemm+a2a", wide, 72, 264, 64),
+        gemm("a2a+gemm", pingpong, 200, 328, 72),
+        gemm("a2a+gemm", wide, 72, 520, 64),
     ]
 
 
@@ -90,19 +95,28 @@ class Job:
 
     def __init__(self, gemm: RankGemm, there: LocalRanks, seed: int, epochs_a_replay: int) -> None:
         pattern = gemm.traits.pattern
-        rows = gemm.m if pattern == "ag+gemm" else gemm.m * gemm.ranks
+        rows = gemm.m if pattern in {"ag+gemm", "gemm+a2a"} else gemm.m * gemm.ranks
+        shape_of_b = (gemm.n, gemm.k)
+        if pattern in {"gemm+a2a", "a2a+gemm"}:  # all of B
+            shape_of_b = (gemm.n * gemm.ranks, gemm.k) if pattern == "gemm+a2a" else (gemm.n, gemm.k * gemm.ranks)
         chance = torch.Generator("cuda").manual_seed(seed)
 
         def numbers(*shape: int) -> torch.Tensor:
             return torch.randint(-1, 2, shape, device="cuda", generator=chance, dtype=torch.int8).bfloat16()
 
-        b = [numbers(gemm.n, gemm.k) for _ in range(gemm.ranks)]
+        b = [numbers(*shape_of_b) for _ in range(gemm.ranks)]
         self.a = [[numbers(rows, gemm.k) for _ in range(gemm.ranks)] for _ in range(DRAWS)]
         self.wanted = []
         for drawn in self.a:
             if pattern == "ag+gemm":
                 whole = torch.cat(drawn).float()
                 products = [whole @ x.float().T for x in b]
+            elif pattern == "gemm+a2a":
+                by_rows = [(x.float() @ y.float().T).chunk(gemm.ranks, 1) for x, y in zip(drawn, b, strict=True)]
+                products = [torch.cat(columns) for columns in zip(*by_rows, strict=True)]
+            elif pattern == "a2a+gemm":
+                own = torch.cat(drawn, 1).float().chunk(gemm.ranks)
+                products = [x @ y.float().T for x, y in zip(own, b, strict=True)]
             else:
                 total = torch.stack([x.float() @ y.float().T for x, y in zip(drawn, b, strict=True)]).sum(0)
                 products = list(total.chunk(gemm.ranks)) if pattern == "gemm+rs" else [total] * gemm.ranks

@@ -19,6 +19,8 @@ SCHEDULES = {
     "ag+gemm": "all_gather_1d_tiling_cd_rotating_a",
     "gemm+rs": "reduce_scatter_1d_pairwise_a",
     "gemm+ar": "all_reduce_1d_pairwise_a",
+    "gemm+a2a": "all_to_all_1d_rotating_d",
+    "a2a+gemm": "all_to_all_1d_rotating_a",
 }
 CONFIGS = (
     "128x128x64_2x1_pingpong",
@@ -32,16 +34,16 @@ def cases(ranks: int) -> list[Case]:
     """Shapes with tiles that lie partly outside, all patterns, kinds of kernels, and terms."""
     found = []
     for pattern, schedule in SCHEDULES.items():
-        gathers = pattern == "ag+gemm"
+        splits_n = pattern in {"ag+gemm", "gemm+a2a"}
         odd: dict[str, Any] = {
             "m": 200 * ranks,
-            "n": 328 * (ranks if gathers else 1),
-            "k": 136 * (1 if gathers else ranks),
+            "n": 328 * (ranks if splits_n else 1),
+            "k": 136 * (1 if splits_n else ranks),
         }
         even: dict[str, Any] = {
             "m": 384 * ranks,
-            "n": 512 * (ranks if gathers else 1),
-            "k": 320 * (1 if gathers else ranks),
+            "n": 512 * (ranks if splits_n else 1),
+            "k": 320 * (1 if splits_n else ranks),
         }
         one = Case(schedule, (ranks,), **odd, config=CONFIGS[0], execution="per_tile")
         found += [replace(one, config=config) for config in (None, *CONFIGS[1:])]
@@ -60,6 +62,11 @@ def compile_kernels(every: list[Case]) -> None:
     build([one.source() for one in dict.fromkeys([*traits, *(replace(one, b_major="n") for one in traits)])])
 
 
+def gathered_rows(data: Data) -> torch.Tensor:
+    """The rows of A that a call hands out: those of this rank's D."""
+    return data.whole["A"][data.plan.shard("D", data.rank)[-2]]
+
+
 def at_rest(exe: Any) -> list[str]:
     """Failures where ranks do not agree on the epoch once all calls have ended, or a kernel counts as running."""
     assert isinstance(exe, PerTileExecutable)
@@ -74,7 +81,7 @@ def at_rest(exe: Any) -> list[str]:
 def terms(every: list[Case]) -> list[str]:
     """Failures of calls with a bias, beside C and alpha, on new tensors, and on B whose columns are contiguous.
 
-    Calls that gather hand out all of A.
+    Calls that gather hand out all of A, or this rank's rows of it.
     """
     failures = []
     for number, case in enumerate(every):
@@ -89,13 +96,11 @@ def terms(every: list[Case]) -> list[str]:
                 shards["B"] = shards["B"].T.contiguous().T
             given = {"alpha": case.alpha, "beta": case.beta, "bias": bias.to(shards["D"].dtype), "out": shards["D"]}
             if exe.gemm.traits.sends:
-                given["gathered"] = torch.full(
-                    (case.m, case.k), float("nan"), device=exe.device, dtype=shards["A"].dtype
-                )
+                given["gathered"] = torch.full_like(gathered_rows(data), float("nan"))
             found = exe(shards["A"], shards["B"], shards["C"], **given)
             wrong = int((found.double() != wanted).sum())
             if exe.gemm.traits.sends:
-                wrong += int((given["gathered"] != data.whole["A"]).sum())
+                wrong += int((given["gathered"] != gathered_rows(data)).sum())
             if wrong:
                 failures.append(f"rank {dist.get_rank()} call {call}: {wrong} of {wanted.numel()} wrong: {case}")
         failures += at_rest(exe)
@@ -148,7 +153,7 @@ def stuck_graph(case: Case) -> dict[str, Any]:
     exe, data = compiled(case, timeout=3.0)
     wanted, more = data.draw(0), {}
     if exe.gemm.traits.sends:
-        more["gathered"] = torch.empty(case.m, case.k, device=exe.device, dtype=data.shards["A"].dtype)
+        more["gathered"] = torch.empty_like(gathered_rows(data))
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(side):
         graph.capture_begin(capture_error_mode="thread_local")
@@ -158,9 +163,9 @@ def stuck_graph(case: Case) -> dict[str, Any]:
         graph.replay()
     torch.cuda.synchronize()
     right = torch.equal(data.shards["D"].double(), wanted)
-    right = right and all(torch.equal(x, data.whole["A"]) for x in more.values())
+    right = right and all(torch.equal(x, gathered_rows(data)) for x in more.values())
     found: dict[str, Any] = {"right": right, "error": ""}
-    results = [(data.shards["D"], wanted), *((x, data.whole["A"].double()) for x in more.values())]
+    results = [(data.shards["D"], wanted), *((x, gathered_rows(data).double()) for x in more.values())]
     for x, _ in results:
         x.fill_(float("nan"))
     if dist.get_rank() == 0:

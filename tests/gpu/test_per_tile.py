@@ -14,7 +14,7 @@ from distgemm.gemm.per_tile.local import LocalRanks
 
 pytestmark = pytest.mark.gpu(1)
 
-PATTERNS = ("ag+gemm", "gemm+rs", "gemm+ar")
+PATTERNS = ("ag+gemm", "gemm+rs", "gemm+ar", "gemm+a2a", "a2a+gemm")
 KINDS = [
     ((128, 128), (1, 1), True),
     ((128, 128), (2, 1), True),
@@ -26,15 +26,21 @@ KINDS = [
 Calls = list[dict[str, Any]]
 
 
+def k_of_sum(gemm: RankGemm) -> int:
+    """Elements of k that a tile adds."""
+    return gemm.k * (gemm.ranks if gemm.traits.pattern == "a2a+gemm" else 1)
+
+
 def drawn(there: LocalRanks, seed: int) -> Calls:
     """The tensors of all ranks; D is NaN."""
     gemm, traits = there.gemm, there.gemm.traits
     torch.manual_seed(seed)
-    rows = gemm.m if traits.pattern == "ag+gemm" else gemm.m * gemm.ranks
-    rows_of_d = gemm.m if traits.pattern == "gemm+rs" else gemm.m * gemm.ranks
+    rows = gemm.m if traits.pattern in {"ag+gemm", "gemm+a2a"} else gemm.m * gemm.ranks
+    b_shape = (gemm.n * gemm.ranks if traits.pattern == "gemm+a2a" else gemm.n, k_of_sum(gemm))
+    rows_of_d = gemm.m if traits.pattern in {"gemm+rs", "a2a+gemm"} else gemm.m * gemm.ranks
     found = []
     for device in there.devices:
-        a, b = (torch.randn(x, gemm.k, device=device, dtype=torch.bfloat16) for x in (rows, gemm.n))
+        a, b = (torch.randn(x, device=device, dtype=torch.bfloat16) for x in ((rows, gemm.k), b_shape))
         a = a if traits.a_major == "k" else a.mT.contiguous().mT
         b = b if traits.b_major == "k" else b.mT.contiguous().mT
         d = torch.full((rows_of_d, gemm.n), float("nan"), device=device, dtype=torch.bfloat16)
@@ -49,6 +55,12 @@ def check(there: LocalRanks, calls: Calls) -> None:
     if pattern == "ag+gemm":
         whole = torch.cat([call["a"] for call in on_first]).double()
         products = [whole @ call["b"].double().T for call in on_first]
+    elif pattern == "gemm+a2a":
+        by_rows = [(call["a"].double() @ call["b"].double().T).chunk(len(calls), 1) for call in on_first]
+        products = [torch.cat(columns) for columns in zip(*by_rows, strict=True)]
+    elif pattern == "a2a+gemm":
+        rows = torch.cat([call["a"] for call in on_first], 1).double().chunk(len(calls))
+        products = [own @ call["b"].double().T for own, call in zip(rows, on_first, strict=True)]
     else:
         total = torch.stack([call["a"].double() @ call["b"].double().T for call in on_first]).sum(0)
         products = list(total.chunk(len(calls))) if pattern == "gemm+rs" else [total] * len(calls)
@@ -60,7 +72,7 @@ def check(there: LocalRanks, calls: Calls) -> None:
 
 
 def traits(pattern: Any, tile: tuple[int, int], cluster: tuple[int, int], pingpong: bool, **more: Any) -> KernelTraits:
-    return KernelTraits(pattern, tile, cluster, pingpong, sends=pattern == "ag+gemm", **more)
+    return KernelTraits(pattern, tile, cluster, pingpong, sends=pattern in {"ag+gemm", "a2a+gemm"}, **more)
 
 
 def distances(ranks: int) -> tuple[int, ...]:
@@ -106,7 +118,7 @@ def test_odd_shapes(pattern: str, ranks: int) -> None:
 @pytest.mark.parametrize(("a_major", "b_major"), [("k", "n"), ("m", "k"), ("m", "n")])
 @pytest.mark.parametrize("kind", [KINDS[1], KINDS[2]], ids=str)
 def test_majors(pattern: str, a_major: str, b_major: str, kind: tuple) -> None:
-    if pattern == "ag+gemm" and a_major == "m":
+    if pattern in {"ag+gemm", "a2a+gemm"} and a_major == "m":
         pytest.skip("a gather sends rows")
     gemm = RankGemm(traits(pattern, *kind, a_major=a_major, b_major=b_major), distances(2), 256, 384, 192)
     there = LocalRanks(gemm)
@@ -122,7 +134,7 @@ def test_terms(pattern: str, kind: tuple) -> None:
     there = LocalRanks(gemm)
     calls = drawn(there, 0)
     for number, call in enumerate(calls):
-        call["alpha"] = 0.5 + number * (pattern == "ag+gemm")
+        call["alpha"] = 0.5 + number * (pattern in {"ag+gemm", "a2a+gemm"})
         call["bias"] = torch.randn(gemm.n, device="cuda", dtype=torch.bfloat16) * 10
         call["c"], call["beta"] = torch.randn_like(call["d"]) * 10, 0.75
     if pattern == "gemm+ar":  # the owner of a tile adds the terms
@@ -133,24 +145,46 @@ def test_terms(pattern: str, kind: tuple) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_all_of_a_is_handed_out(kind: tuple) -> None:
-    """Each row of A once, to a tensor whose rows are apart; what lies between them stays."""
-    gemm = RankGemm(traits("ag+gemm", *kind), distances(3), 200, 392, 328)
-    there = LocalRanks(gemm)
+@pytest.mark.parametrize("pattern", ["ag+gemm", "a2a+gemm"])
+def test_all_of_a_is_handed_out(kind: tuple, pattern: str) -> None:
+    """Each row of A that is multiplied once, to a tensor whose rows are apart; what lies between them stays."""
+    gemm = RankGemm(traits(pattern, *kind), distances(3), 200, 392, 328)
+    there, k = LocalRanks(gemm), k_of_sum(gemm)
     for seed in range(3):
         calls = drawn(there, seed)
-        wide = [torch.full((600, 336), 77.0, device=call["d"].device, dtype=torch.bfloat16) for call in calls]
-        given = [{**call, "gathered": x[:, :328]} for call, x in zip(calls, wide, strict=True)]
+        if pattern == "ag+gemm":
+            wanted = [torch.cat([call["a"] for call in calls])] * 3
+        else:
+            wanted = list(torch.cat([call["a"] for call in calls], 1).chunk(3))
+        wide = [torch.full((len(x), k + 8), 77.0, device=x.device, dtype=torch.bfloat16) for x in wanted]
+        given = [{**call, "gathered": x[:, :k]} for call, x in zip(calls, wide, strict=True)]
         there.run(there.launches(given, gb_per_s=300.0), [100_000 * (rank * 2 % 3) for rank in range(3)])
         check(there, calls)
-        whole = torch.cat([call["a"] for call in calls])
-        for x in wide:
-            assert torch.equal(x[:, :328], whole) and (x[:, 328:] == 77).all()
+        for x, rows in zip(wide, wanted, strict=True):
+            assert torch.equal(x[:, :k], rows) and (x[:, k:] == 77).all()
 
 
-def test_pieces_of_several_slices() -> None:
+@pytest.mark.parametrize("kind", [KINDS[1], KINDS[2]], ids=str)
+@pytest.mark.parametrize("lead", [None, 0])
+def test_results_in_float32(kind: tuple, lead: int | None) -> None:
+    """Of all ranks' rows, with terms that are added where they arrive; own tiles are last, or in between."""
+    gemm = RankGemm(
+        traits("gemm+a2a", *kind, out_dtype="float32", partial_dtype="float32"), distances(8), 200, 328, 136, lead=lead
+    )
+    there = LocalRanks(gemm)
+    for seed in range(3):
+        calls = [{**call, "d": call["d"].float()} for call in drawn(there, seed)]
+        for call in calls[seed:]:
+            call["bias"], call["c"], call["beta"] = call["d"].new_ones(328), torch.randn_like(call["d"]), 0.75
+        there.run(there.launches(calls, gb_per_s=300.0), [100_000 * (rank * 5 % 8) for rank in range(8)])
+        check(there, calls)
+
+
+@pytest.mark.parametrize("pattern", ["ag+gemm", "a2a+gemm"])
+@pytest.mark.parametrize("order", [(1, 2, 3), (2, 3, 1)], ids=str)
+def test_pieces_of_several_slices(pattern: str, order: tuple[int, ...]) -> None:
     """The last piece of a column has fewer rows, and the last slice fewer bytes."""
-    gemm = RankGemm(traits("ag+gemm", *KINDS[1]), distances(4), 200, 328, 648)
+    gemm = RankGemm(traits(pattern, *KINDS[1]), order, 200, 328, 648)
     there = LocalRanks(gemm)
     for seed in range(3):
         calls = drawn(there, seed)
@@ -158,7 +192,7 @@ def test_pieces_of_several_slices() -> None:
         check(there, calls)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS[1:])
+@pytest.mark.parametrize("pattern", ["gemm+rs", "gemm+ar"])
 @pytest.mark.parametrize("kind", [KINDS[1], KINDS[2], KINDS[5]], ids=str)
 @pytest.mark.parametrize("lead", [None, 0])
 def test_sums_in_float32(pattern: str, kind: tuple, lead: int | None) -> None:
@@ -206,11 +240,16 @@ def test_a_rank_alone(pattern: str, kind: tuple, ranks: int) -> None:
         call, *peers = drawn(there, 0)
         one, size = torch.ones((), device="cuda", dtype=torch.bfloat16), gemm.slot_bytes
         first = space.slots_at + buffer * space.slots_of_buffer
-        sent = torch.cat([peer["a"].flatten() for peer in peers]) if pattern == "ag+gemm" else one
+        m, sends = gemm.m, gemm.traits.sends
+        sent = torch.cat([peer["a"][:m].flatten() for peer in peers]) if sends else one  # rank 0's rows, or all
         memory[0][first : first + size].view(torch.bfloat16).copy_(sent)
-        a, b, m = call["a"].double(), call["b"].double(), gemm.m
+        a, b = call["a"].double(), call["b"].double()
         if pattern == "ag+gemm":
             wanted = torch.cat([a, *(peer["a"].double() for peer in peers)]) @ b.T
+        elif pattern == "a2a+gemm":
+            wanted = torch.cat([a[:m], *(peer["a"][:m].double() for peer in peers)], 1) @ b.T
+        elif pattern == "gemm+a2a":
+            wanted = torch.cat([a @ b[: gemm.n].T, torch.ones_like(call["d"][m:], dtype=torch.float64)])
         else:
             wanted = a[:m] @ b.T + (ranks - 1)
             if pattern == "gemm+ar":
@@ -224,10 +263,11 @@ def test_a_rank_alone(pattern: str, kind: tuple, ranks: int) -> None:
             flags = memory[rank][begin : begin + space.flags * 8].view(torch.int64)
             assert (flags == epoch).sum() == gemm.flags // (ranks - 1)
             assert (flags.unique() - epoch).count_nonzero() <= 1
-            if pattern == "ag+gemm":
-                begin = space.slots_at + buffer * space.slots_of_buffer + (distance - 1) * call["a"].nbytes
-                found = memory[rank][begin : begin + call["a"].nbytes].view(torch.bfloat16)
-                assert torch.equal(found.view_as(call["a"]), call["a"])
+            if sends:
+                rows = call["a"] if pattern == "ag+gemm" else call["a"][rank * m : (rank + 1) * m]
+                begin = space.slots_at + buffer * space.slots_of_buffer + (distance - 1) * rows.nbytes
+                found = memory[rank][begin : begin + rows.nbytes].view(torch.bfloat16)
+                assert torch.equal(found.view_as(rows), rows)
 
 
 def test_almost_as_many_tiles_as_tickets() -> None:

@@ -27,6 +27,7 @@ TORCH_CHECKS = [
     "equal_to_the_whole",
     "all_to_all",
     "captured_all_to_all",
+    "per_tile_all_to_all",
     "per_tile",
     "float64",
     "recorded_steps",

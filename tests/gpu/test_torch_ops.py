@@ -28,6 +28,7 @@ def results(ranks: int) -> list[dict[str, list[str]]]:
             (worker.equal_to_the_whole, ()),
             (worker.all_to_all, ()),
             (worker.captured_all_to_all, ()),
+            (worker.per_tile_all_to_all, ()),
             (worker.per_tile, ()),
             (worker.float64, ()),
             (worker.recorded_steps, ()),
@@ -64,6 +65,11 @@ def test_tokens_go_to_heads_and_back(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_captured_all_to_all_has_the_bits_of_eager_calls(ranks: int) -> None:
     assert failures(ranks, "captured_all_to_all") == []
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_per_tile_kernels_bring_tokens_to_heads_and_back(ranks: int) -> None:
+    assert failures(ranks, "per_tile_all_to_all") == []
 
 
 @pytest.mark.parametrize("ranks", RANKS)

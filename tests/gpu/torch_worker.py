@@ -52,7 +52,7 @@ CONFIG = "128x128x64_2x1_pingpong"
 GATHER, RING = "all_gather_1d_tiling_cd_rotating_a", "all_gather_1d_ring_a"
 CHAIN, PAIRWISE = "reduce_scatter_1d_tiling_a_rotating_c", "reduce_scatter_1d_pairwise_a"
 ALL_REDUCE, ALL_REDUCE_PAIRWISE = "all_reduce_1d_tiling_a_rotating_c", "all_reduce_1d_pairwise_a"
-NAMED: dict[Pattern, tuple[str, int]] = {
+NAMED: dict[Pattern, tuple[str, int | None]] = {
     "ag+gemm": (GATHER, 1),
     "gemm+rs": (CHAIN, 2),
     "gemm+ar": (ALL_REDUCE, 2),
@@ -381,16 +381,17 @@ class ToHeadsAndBack:
     """The projections of attention by all-to-alls: unequal tokens and heads, and one head of keys for all ranks.
 
     Attributes:
+        equal: whether tokens and heads are equal instead, and there are as many of keys.
         tokens: tokens of each rank.
         inputs: tokens of all ranks, and the weights and biases.
     """
 
-    def __init__(self) -> None:
-        self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
-        self.tokens = [32 + 8 * rank for rank in range(self.ranks)]
-        self.widths = [64 * (1 + (rank == 0)) for rank in range(self.ranks)]
+    def __init__(self, equal: bool = False) -> None:
+        self.ranks, self.rank, self.equal = dist.get_world_size(), dist.get_rank(), equal
+        self.tokens = [32 + 8 * rank * (not equal) for rank in range(self.ranks)]
+        self.widths = [64 * (1 + (rank == 0 and not equal)) for rank in range(self.ranks)]
         n, generator = sum(self.widths), torch.Generator(device()).manual_seed(29)
-        shapes = (sum(self.tokens), 2, 256), (n, 256), (64, 256), (n,), (256, n), (256,)
+        shapes = (sum(self.tokens), 2, 256), (n, 256), (n if equal else 64, 256), (n,), (256, n), (256,)
         self.inputs = [torch.randn(s, generator=generator, device=device()).bfloat16() / 4 for s in shapes]
 
     def mine(self, x: Tensor) -> Tensor:
@@ -406,16 +407,25 @@ class ToHeadsAndBack:
         """The result for this rank's tokens."""
         given: dict[str, Any] = {"group": dist.group.WORLD, "m_per_rank": self.tokens}
         y, z = distgemm.matmul_all_to_all(
-            x, [q, k], bias=[bias, None], n_per_rank=[self.widths, None], copies=[1, self.ranks], **given
+            x,
+            [q, k],
+            bias=[bias, None],
+            n_per_rank=[self.widths, None],
+            copies=[1, 1 if self.equal else self.ranks],
+            **given,
         )
-        h = functional.silu(y) * z.mean(-1, keepdim=True)
+        h = functional.silu(y) * self.factors(z)
         return distgemm.all_to_all_matmul(h, out, bias=out_bias, k_per_rank=self.widths, **given)
+
+    def factors(self, z: Tensor) -> Tensor:
+        """What the queries are multiplied with: keys, or the mean of the one head."""
+        return z if self.equal else z.mean(-1, keepdim=True)
 
     def errors(self, results: Sequence[Tensor]) -> list[float]:
         """The relative errors of a result and the gradients of its squares, against the whole product in float64."""
         leaves = [each.double().requires_grad_() for each in self.inputs]
         x, q, k, bias, out, out_bias = leaves
-        h = functional.silu(functional.linear(x, q, bias)) * functional.linear(x, k).mean(-1, keepdim=True)
+        h = functional.silu(functional.linear(x, q, bias)) * self.factors(functional.linear(x, k))
         y = functional.linear(h, out, out_bias)
         true = torch.autograd.grad(y.square().sum(), leaves)
         got = [each.detach().float() for each in results]
@@ -439,9 +449,26 @@ def all_to_all() -> list[str]:
     return wrong
 
 
-def captured_all_to_all() -> list[str]:
+def per_tile_all_to_all() -> list[str]:
+    """The same with equal shards, all calls by per-tile kernels, also in graphs. Some hand out their rows of A."""
+    schedules: dict[Pattern, str] = {"gemm+a2a": "all_to_all_1d_rotating_d", "a2a+gemm": "all_to_all_1d_rotating_a"}
+    layouts = itertools.product(schedules, (False, True))
+    build([traits_of(CONFIG, pattern, turned_b=turned_b).source() for pattern, turned_b in layouts])
+    named = {pattern: (f"{name} execution=per_tile", None) for pattern, name in schedules.items()}
+    layer = ToHeadsAndBack(equal=True)
+    with mock.patch.dict(NAMED, named), distgemm.record_calls() as calls:
+        with quick():
+            leaves = layer.leaves()
+            y = layer(*leaves)
+            errors = layer.errors([y, *torch.autograd.grad(y.float().square().sum(), leaves)])
+        wrong = captured_all_to_all(layer)
+    wrong += [f"on rank {layer.rank}: relative errors {errors}"] * (not max(errors) < 3e-2)
+    return wrong + [f"rank {layer.rank}: {call}" for call in calls if call.transfers != PER_TILE]
+
+
+def captured_all_to_all(layer: ToHeadsAndBack | None = None) -> list[str]:
     """A graph of forward and backward has the bits of eager calls, with changing inputs."""
-    layer, wrong = ToHeadsAndBack(), []
+    layer, wrong = layer or ToHeadsAndBack(), []
     leaves = layer.leaves()
 
     def step() -> list[Tensor]:

@@ -33,6 +33,7 @@ SIDES = {
     "tensor_parallel_3d": "PQS",
     "tensor_parallel_2d_nested": "HL",
 }
+CHAIN, ALL_REDUCE = "reduce_scatter_1d_tiling_a_rotating_c", "all_reduce_1d_tiling_a_rotating_c"
 GATHERS = ("direct", "ring", "bidirectional_full", "bidirectional_split")
 OPTIONS = {"gather": GATHERS, "reduce": ("chain", "pairwise"), "final_add": ("epilogue", "kernel")}
 SHAPES = {
@@ -269,6 +270,58 @@ def test_nested_all_reduces_add_the_final_copies(partial: str | None):
             symbols = {"H": mesh[0], "L": mesh[1], "c": chunks, "o": owners} | sizes(problem, scheduler.grid, 16)
             symbols["F"] = int(problem.partial_dtype != problem.out_dtype)
             compare_workspace(plan, f"{workspace} + {formula}", waiting, symbols, f"{across} {inside} {mesh}")
+
+
+ACROSS_HOSTS = {
+    "all-gather": ("all_gather_1d_ring_a", "all_gather_1d_tiling_cd_rotating_a", "all_gather_1d_ring_a"),
+    "reduce-scatter": (CHAIN, "reduce_scatter_1d_pairwise_a", CHAIN),
+    "all-reduce": (
+        "all_reduce_1d_tiling_a_rotating_c",
+        "all_reduce_1d_pairwise_a",
+        "all_reduce_1d_tiling_a_rotating_c",
+    ),
+}
+"""For each pattern: the schedule that is nested in itself, the flat direct one, and the flat ring."""
+
+
+@pytest.mark.parametrize("pattern", ACROSS_HOSTS)
+def test_bytes_across_hosts_equal_the_formulas(pattern: str):
+    assert list(formulas()["across_hosts"]) == list(ACROSS_HOSTS)
+    nested, direct, ring = ACROSS_HOSTS[pattern]
+    for hosts, local, chunks in itertools.product((2, 3, 4), (1, 2, 3, 4), (1, 2)):
+        mesh, ranks = (hosts, local), hosts * local
+        both = {"across": nested, "inside": nested}
+        schedulers = {
+            "nested": distgemm.get_schedule("tensor_parallel_2d_nested", mesh=mesh, chunks=chunks, **both),
+            "direct": distgemm.get_schedule(direct, ranks, chunks=chunks),
+            "ring": distgemm.get_schedule(ring, ranks, chunks=chunks),
+        }
+        for name, scheduler in schedulers.items():
+            problem = problem_for(scheduler.grid, partial_dtype="float32")
+            plan = distgemm.make_plan(problem, scheduler, ranks_per_host=local)
+            symbols = {"H": hosts, "L": local} | sizes(problem, scheduler.grid)
+            across, inside = plan.link_bytes("across"), plan.link_bytes("inside")
+            wanted = value(formulas()["across_hosts"][pattern][name], **symbols)
+            assert sum(across.values()) == wanted, (name, mesh, chunks)
+            assert across | inside == plan.link_bytes() and not across.keys() & inside.keys()
+            assert all((src // local == dst // local) for src, dst in inside)
+
+
+ONE_MOVES = [name for name in distgemm.list_schedules() if re.match("all_gather|reduce_scatter", name)]
+
+
+@pytest.mark.parametrize("across", ONE_MOVES)
+def test_nested_schedules_bring_nothing_to_a_host_twice(across: str):
+    """Whatever route they take across hosts and inside: no host gets more than what its ranks lack."""
+    hosts, local = 4, 2
+    inside = across.replace("ring", "tiling_cd_rotating")
+    scheduler = distgemm.get_schedule("tensor_parallel_2d_nested", mesh=(hosts, local), across=across, inside=inside)
+    problem = problem_for(scheduler.grid, partial_dtype="float32")
+    plan = distgemm.make_plan(problem, scheduler, ranks_per_host=local)
+    moved = "E" if "reduce_scatter" in across else "B" if across.endswith("_b") else "A"
+    most = (hosts - 1) * sizes(problem, scheduler.grid)[moved] // hosts
+    for host in range(hosts):
+        assert sum(size for (_, dst), size in plan.link_bytes("across").items() if dst // local == host) == most
 
 
 @pytest.mark.parametrize("results", [1, 2, 3, 4, 9])

@@ -130,7 +130,7 @@ def test_build_compiles_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> Non
             for config in todo.candidates:
                 assert set(sources_of(case.problem, case.pattern, 2, [config], rank=1)) <= set(built), config
     files = {source.file for source in built}
-    assert files == {"flags.cu", "gemm.cu", "per_tile.cu"}
+    assert files == {"gemm.cu", "per_tile.cu"}
 
 
 def test_resume_measures_what_is_missing(measured: list[dict[str, Any]], tmp_path: Path) -> None:

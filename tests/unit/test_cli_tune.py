@@ -15,9 +15,11 @@ from distgemm.bench.cases import LAYERS, cases
 from distgemm.cli import main as cli
 from distgemm.cli import tune as tune_command
 from distgemm.runtime.executable import ExecutionConfig
-from distgemm.tune import CACHE, UNFUSED, Tuned, TunedConfig
+from distgemm.tune import CACHE, UNFUSED, Tuned, TunedConfig, look_up
 
 GPU = "NVIDIA Test"
+EXAMPLE = Path(__file__).with_name("test_bench_example.json")
+TILE = "128x256x64_2x1_cooperative"
 GATHER = "all_gather_1d_tiling_cd_rotating_a"
 TOKENS = ("--m", "2048", "--m", "8192")
 PLAN = TunedConfig("plan", GATHER, (("chunks", 2),), ExecutionConfig("cublas", gemm_streams=2))
@@ -68,6 +70,56 @@ def test_the_command_prints_and_records(monkeypatch: pytest.MonkeyPatch, cache: 
     run = CliRunner().invoke(cli.app, ["tune", "--layer", "fc1", "--layer", "out"], env={"COLUMNS": "80"})
     table, _, path = run.stdout.partition("configurations are in ")
     assert len(launched[-1][1]) == 2 and max(map(len, table.splitlines())) <= 80 and path
+
+
+def test_a_benchmark_is_recorded(cache: Path, tmp_path: Path) -> None:
+    """The fastest method of each row, or the unfused program if that is hardly slower."""
+    example = json.loads(EXAMPLE.read_text())
+    gather, scatter, reduce = example["rows"]
+    tile = {**gather["methods"][0], "name": f"{GATHER} config={TILE} gemm_streams=1 execution=per_tile"}
+    tile["rounds"] = [ms / 2 for ms in tile["rounds"]]
+    gather["methods"].append(tile)  # per-tile kernels do not execute all calls, so it has a fallback
+    for method in scatter["methods"]:
+        if method["name"] == "NCCL + cuBLAS":
+            method["rounds"] = [0.73]  # the fastest plan takes 0.721: not clearly less
+    for method in reduce["methods"]:
+        if method["name"] == "torch two-shot + cuBLAS":
+            method["rounds"] = [0.6]
+    file, table = tmp_path / "bench.json", tmp_path / "times.json"
+    file.write_text(json.dumps(example))
+    run = CliRunner().invoke(cli.app, ["tune", "--from", str(file), "--json", str(table)])
+    assert run.exit_code == 0 and "plans_H200_of_a_fable.json" in run.output, run.output
+
+    found = [
+        look_up(GemmProblem(row["m"], row["n"], row["k"]), row["pattern"], row["ranks"], example["about"]["gpu"])
+        for row in example["rows"]
+    ]
+    assert all(found)
+    first, *others = [config for config in found if config is not None]
+    assert first.execution.config == TILE and first.fallback is not None
+    assert first.fallback.text == f"{GATHER} chunks=1 provider=cutlass"
+    assert [(config.method, config.collective) for config in others] == [("unfused", "nccl"), ("unfused", "two-shot")]
+    assert "CUDA out of memory" in run.output  # a method that was not measured
+    layers = json.loads(table.read_text())["layers"]
+    assert [next(iter(layer["ms"].values())) for layer in layers] == [0.70555, 0.721, 0.6]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"wrong": True, "error": "off by 3"}, "chunks=1 provider=cutlass was wrong: off by 3"),
+        ({"name": "no_such_schedule"}, "no_such_schedule"),
+    ],
+)
+def test_a_benchmark_with_wrong_rows_is_refused(
+    changed: dict[str, Any], message: str, cache: Path, tmp_path: Path
+) -> None:
+    example = json.loads(EXAMPLE.read_text())
+    example["rows"][0]["methods"][0] |= changed
+    file = tmp_path / "bench.json"
+    file.write_text(json.dumps(example))
+    run = CliRunner().invoke(cli.app, ["tune", "--from", str(file)], env={"COLUMNS": "300"})
+    assert run.exit_code == 2 and message in run.output and not list(cache.glob("*.json"))
 
 
 @pytest.mark.parametrize(

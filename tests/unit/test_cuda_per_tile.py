@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import itertools
 from collections import deque
 from contextlib import nullcontext
@@ -37,7 +38,14 @@ GATHER, SCATTER, ALL_REDUCE = (
     "reduce_scatter_1d_pairwise_a",
     "all_reduce_1d_pairwise_a",
 )
-SCHEDULES = {"ag+gemm": GATHER, "gemm+rs": SCATTER, "gemm+ar": ALL_REDUCE}
+TO_OWNERS, FROM_HOLDERS = "all_to_all_1d_rotating_d", "all_to_all_1d_rotating_a"
+SCHEDULES = {
+    "ag+gemm": GATHER,
+    "gemm+rs": SCATTER,
+    "gemm+ar": ALL_REDUCE,
+    "gemm+a2a": TO_OWNERS,
+    "a2a+gemm": FROM_HOLDERS,
+}
 EXECUTION = ExecutionConfig(execution="per_tile")
 PROBLEM = GemmProblem(600, 336, 1920)
 
@@ -50,6 +58,8 @@ ACCEPTED = {
     GATHER: ("ag+gemm", (1, 2, 3)),
     "all_reduce_1d_pairwise_a": ("gemm+ar", (1, 2, 3)),
     "all_reduce_1d_tiling_a_rotating_c": ("gemm+ar", (3, 2, 1)),
+    TO_OWNERS: ("gemm+a2a", (1, 2, 3)),
+    FROM_HOLDERS: ("a2a+gemm", (1, 2, 3)),
     SCATTER: ("gemm+rs", (1, 2, 3)),
     "reduce_scatter_1d_tiling_a_rotating_c": ("gemm+rs", (3, 2, 1)),
 }
@@ -57,10 +67,11 @@ REFUSED = {
     "all_gather_1d_pairwise_xor_a": "all ranks at the same distances",
     "all_gather_1d_tiling_cd_rotating_b": "a schedule that gathers A",
     "all_gather_1d_tiling_k_rotating_a": "a schedule that gathers A",
+    "all_to_all_1d_pairwise_xor_a": "one shard of columns of A in each iteration, all ranks at the same distances",
+    "all_to_all_1d_pairwise_xor_d": "one shard of columns in each iteration, all ranks at the same distances",
     "all_reduce_1d_one_shot_a": "one shard of rows in each iteration",
     "all_reduce_1d_tiling_b_rotating_c": "one shard of rows in each iteration",
     "reduce_scatter_1d_tiling_b_rotating_c": "scatters rows of D",
-    **dict.fromkeys((name for name in list_schedules() if name.startswith("all_to_all")), "a schedule that gathers A"),
 }
 
 
@@ -72,8 +83,9 @@ def test_every_schedule_is_executed_or_refused_by_name(schedule: str) -> None:
     if schedule in ACCEPTED:
         gemm = gemm_of(plan)
         assert (gemm.traits.pattern, gemm.distances) == ACCEPTED[schedule]
-        a, b = plan.shard_shape("A", 1), plan.shard_shape("B", 1)
-        assert (gemm.m, gemm.n, gemm.k) == (128, b[0], a[1]) and gemm.traits.sends == (a[0] == 128)
+        a, d = plan.shard_shape("A", 1), plan.shard_shape("D", 1)
+        assert (gemm.m, gemm.n, gemm.k) == (128, d[1], a[1])
+        assert gemm.traits.sends == gemm.traits.gathers == (gemm.traits.pattern in {"ag+gemm", "a2a+gemm"})
     else:
         message = REFUSED[schedule] if axes == 1 else r"one axis, got the mesh \(2, "
         with pytest.raises(PlanError, match=rf"^{schedule} is not executed per tile: .*{message}"):
@@ -98,6 +110,29 @@ def test_gathers_that_are_refused(problem: GemmProblem, options: dict[str, Any],
     plan = distgemm.make_plan(problem, GATHER, 4, sync="barrier", **options)
     with pytest.raises(PlanError, match=message):
         gemm_of(plan)
+
+
+def test_all_to_alls_that_are_refused() -> None:
+    def plan(problem: GemmProblem, schedule: str = TO_OWNERS, **options: Any) -> distgemm.Plan:
+        return distgemm.make_plan(problem, schedule, 4, sync="barrier", **options)
+
+    equal = GemmProblem(512, 256, 1024)
+    for refused, message in (
+        (plan(dataclasses.replace(equal, n_per_rank=(64, 32, 96, 64))), "equal shards"),
+        (plan(equal, copies=2), "without copies"),
+        (plan(equal, chunks=2), "one shard of columns in each iteration.* with chunks=1 works"),
+        (plan(dataclasses.replace(equal, n=48)), "rows of D are multiples of 16 bytes, got 12 columns"),
+        (plan(dataclasses.replace(equal, k_per_rank=(256, 128, 384, 256)), FROM_HOLDERS), "equal shards"),
+        (plan(equal, FROM_HOLDERS, chunks=2), "one shard of columns of A in each iteration.* with chunks=1 works"),
+        (plan(dataclasses.replace(equal, k=48), FROM_HOLDERS), "rows of A and B are multiples .* got 12 columns"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            gemm_of(refused)
+    # Each rank stores results as D has them.
+    traits = gemm_of(plan(dataclasses.replace(equal, partial_dtype="float32"))).traits
+    assert traits.partial_dtype == traits.out_dtype == "bfloat16"
+    with pytest.raises(ValueError, match="slots have results in bfloat16, and no partial sums in float32"):
+        dataclasses.replace(traits, partial_dtype="float32")
 
 
 def test_other_plans_that_are_refused() -> None:
@@ -142,7 +177,7 @@ def test_the_shape_decides_about_the_kernel(
 
 
 def small_gemm(pattern: Any, ranks: int = 3, cluster: tuple[int, int] = (2, 1)) -> RankGemm:
-    traits = KernelTraits(pattern, (128, 128), cluster, True, sends=pattern == "ag+gemm")
+    traits = KernelTraits(pattern, (128, 128), cluster, True, sends=pattern in {"ag+gemm", "a2a+gemm"})
     return RankGemm(traits, tuple(range(1, ranks)), 200, 328, 640)
 
 
@@ -153,13 +188,18 @@ def test_flags_are_named_as_the_kernel_numbers_them(pattern: str, cluster: tuple
     gemm = small_gemm(pattern, cluster=cluster)
     rows, columns = (-(-2 // cluster[0]) * cluster[0], -(-3 // cluster[1]) * cluster[1])  # of whole clusters
     wanted: list[tuple[int, str]] = []
-    if pattern == "ag+gemm":
+    if gemm.traits.gathers:
+        what = "slice {} of k, for {} of its shard of A"
+        if pattern == "a2a+gemm":
+            what = "slice {} of its columns of A, for {} of this rank's rows"
         for distance, row, piece in itertools.product((1, 2), range(0, 200, 32), range(3)):
-            rows = f"rows {row} to {min(row + 31, 199)}"
-            wanted.append((distance, f"slice {piece} of k, for {rows} of its shard of A"))
+            wanted.append((distance, what.format(piece, f"rows {row} to {min(row + 31, 199)}")))
     else:
         kinds = ["the partial sum of tile {} of this rank's shard of D", "the result of tile {} of its shard of D"]
-        for kind in kinds[: 1 + (pattern == "gemm+ar")]:
+        kinds = kinds[: 1 + (pattern == "gemm+ar")]
+        if pattern == "gemm+a2a":
+            kinds = ["the result of tile {} of its rows of this rank's columns of D"]
+        for kind in kinds:
             for distance, row, column in itertools.product((1, 2), range(rows), range(columns)):
                 wanted.append((distance, kind.format((row, column))))
     assert [gemm.slot_of(number) for number in range(gemm.flags)] == wanted
@@ -187,17 +227,19 @@ def _driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tensors_of(gemm: RankGemm, terms: bool = False) -> dict[str, Any]:
-    gathers, scatters = gemm.traits.pattern == "ag+gemm", gemm.traits.pattern == "gemm+rs"
-    all_rows = gemm.ranks * gemm.m
-    found: dict[str, Any] = {
-        "a": torch.zeros(gemm.m if gathers else all_rows, gemm.k, dtype=torch.bfloat16),
-        "b": torch.zeros(gemm.n, gemm.k, dtype=torch.bfloat16),
-        "d": torch.zeros(gemm.m if scatters else all_rows, gemm.n, dtype=torch.bfloat16),
+    pattern, all_rows, all_k = gemm.traits.pattern, gemm.ranks * gemm.m, gemm.ranks * gemm.k
+    to_owners, from_holders = pattern == "gemm+a2a", pattern == "a2a+gemm"
+    shapes = {
+        "a": (gemm.m if pattern in {"ag+gemm", "gemm+a2a"} else all_rows, gemm.k),
+        "b": (gemm.n * (gemm.ranks if to_owners else 1), all_k if from_holders else gemm.k),
+        "d": (gemm.m if pattern in {"gemm+rs", "a2a+gemm"} else all_rows, gemm.n),
     }
+    found: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
     if terms:
         found |= {"bias": torch.zeros(gemm.n, dtype=torch.bfloat16), "c": torch.zeros_like(found["d"]), "beta": 0.5}
-        if gathers:
-            found["gathered"] = torch.zeros(all_rows, gemm.k, dtype=torch.bfloat16)
+        if gemm.traits.gathers:
+            shape = (gemm.m, all_k) if from_holders else (all_rows, gemm.k)
+            found["gathered"] = torch.zeros(shape, dtype=torch.bfloat16)
     return found
 
 
@@ -229,12 +271,16 @@ def test_descriptors_and_slots_lie_within_the_memory(pattern: str) -> None:
         x = given[name]
         found = Recorded.from_buffer_copy(getattr(params, name))
         columns, rows, matrices = found.extents
-        assert found.address == x.data_ptr() and columns == x.shape[1] and rows * matrices == x.shape[0]
-        assert tuple(found.strides) == (x.shape[1] * 2, rows * x.shape[1] * 2)
+        assert found.address == x.data_ptr()
+        if beside := pattern == "a2a+gemm" and name in {"b", "gathered"}:
+            assert columns == gemm.k and (rows, columns * matrices) == x.shape
+        else:
+            assert (rows * matrices, columns) == x.shape
+        assert tuple(found.strides) == (x.shape[1] * 2, (columns if beside else rows * x.shape[1]) * 2)
     spaces = params.workspaces
     assert spaces.flags >= CONTROL_BYTES and spaces.flags + 2 * spaces.flags_of_buffer <= spaces.slots
     assert spaces.slots + 2 * spaces.slots_of_buffer == space.size
-    if pattern == "ag+gemm":
+    if gemm.traits.gathers:
         for buffer, descriptor in enumerate(params.received):
             found = Recorded.from_buffer_copy(descriptor)
             start = (3 << 40) + spaces.slots + buffer * spaces.slots_of_buffer

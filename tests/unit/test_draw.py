@@ -16,6 +16,7 @@ from distgemm import GemmProblem, get_schedule, list_schedules, make_plan
 from distgemm.simulator import simulate
 from distgemm.simulator.machine import Machine
 from distgemm.viz.figures import draw_plan, draw_schedule, draw_timeline
+from distgemm.viz.text import bytes_text
 
 pytest.importorskip("matplotlib")
 
@@ -93,6 +94,15 @@ def test_a_plan_says(tmp_path: Path) -> None:
         "numbers on GEMMs are iterations",
     ):
         assert part in found, part
+
+
+def test_a_plan_says_what_crosses_hosts(tmp_path: Path) -> None:
+    names = {"across": "all_gather_1d_ring_a", "inside": "all_gather_1d_ring_a"}
+    plan = make_plan(PROBLEM, "tensor_parallel_2d_nested", mesh=(2, 2), ranks_per_host=2, **names)
+    draw_plan(plan, tmp_path / "plan.svg")
+    across = sum(plan.link_bytes("across").values())
+    assert "Plan for 4 ranks on hosts of 2; " in texts(tmp_path / "plan.svg")
+    assert f"{bytes_text(across)} go across hosts." in texts(tmp_path / "plan.svg")
 
 
 def test_a_timeline_says(tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ def planning() -> Iterator[Case]:
             "sync": names("credit", "barrier"),
             "mechanism": names("push", "pull", "store"),
             "send_slots": integers(1, None),
+            "ranks_per_host": integers(1, 2, optional=True),
             "chunks": integers(1, 4096),
             "no_such_option": Wrong(("no_such_option",), "options"),
         },
@@ -505,7 +506,7 @@ def machines() -> Iterator[Case]:
     kinds: dict[str, Wrong] = {
         "name": texts(),
         **dict.fromkeys(("sms", "copy_streams", "gemm_streams"), counts),
-        "ranks_per_host": integers(1, None, optional=True),
+        **dict.fromkeys(("ranks_per_host", "adapters_per_host"), integers(1, None, optional=True)),
         **dict.fromkeys(
             ("sustained", "memory", "sum_memory", "pull_bandwidth", "contended"), positive + [1e-320, 1e300]
         ),

@@ -91,6 +91,8 @@ def test_the_struct_of_an_order() -> None:
         REDUCE,
         replace(REDUCE, pattern="gemm+ar", tile=(256, 128), pingpong=False, epilogue_stages=3, b_major="n"),
         replace(REDUCE, partial_dtype="float32", dtype="float16", out_dtype="float16", a_major="m"),
+        replace(REDUCE, pattern="gemm+a2a", epilogue_stages=3, b_major="n"),
+        replace(GATHER, pattern="a2a+gemm"),
     ],
     ids=lambda traits: traits.name,
 )

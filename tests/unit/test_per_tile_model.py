@@ -37,7 +37,7 @@ def test_one_rank_is_waves_of_tiles(m: int) -> None:
     assert predict_per_tile(one, costs).time == pytest.approx(costs.start + waves * tile + costs.stored)
 
 
-@pytest.mark.parametrize("pattern", ["ag+gemm", "gemm+rs", "gemm+ar"])
+@pytest.mark.parametrize("pattern", ["ag+gemm", "gemm+rs", "gemm+ar", "gemm+a2a", "a2a+gemm"])
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_a_slow_link_bounds_the_time(pattern: Pattern, ranks: int) -> None:
     """The last that a rank waits for is the last byte of the link, and what it does with it."""
@@ -45,7 +45,7 @@ def test_a_slow_link_bounds_the_time(pattern: Pattern, ranks: int) -> None:
     for kernel in CONFIGS:
         found = predict_per_tile(gemm(pattern, ranks, 4096, 3072, 1024, kernel), slow)
         passes = 2 if pattern == "gemm+ar" else 1
-        size = 4096 * (1024 if pattern == "ag+gemm" else 3072) * 2 / ranks * (ranks - 1) * passes
+        size = 4096 * (1024 if pattern in {"ag+gemm", "a2a+gemm"} else 3072) * 2 / ranks * (ranks - 1) * passes
         assert found.link == pytest.approx(slow.start + size / 5e3)
         assert found.bound == "link"
         assert found.link < found.time < 1.1 * found.link + 60
@@ -75,6 +75,14 @@ def test_own_tiles_at_once_wait_for_sums() -> None:
     usual = gemm("gemm+rs", 4, 8192, 4096, 512, "128x128x64_2x1_pingpong")
     at_once = replace(usual, lead=0)
     assert predict_per_tile(at_once, Costs(MACHINE)).time > 1.05 * predict_per_tile(usual, Costs(MACHINE)).time
+
+
+def test_results_of_peers_are_taken_to_d() -> None:
+    """The last one comes behind the tiles, unless there are so many own tiles, which come last."""
+    for own_last, ends_with_a_take in ((None, False), (0, True)):
+        one = replace(gemm("gemm+a2a", 2, 8192, 4096, 4096), lead=own_last)
+        quick, slow = (predict_per_tile(one, Costs(UNLIMITED, take=take)).time for take in (0.0, 50.0))
+        assert (slow > quick + 20) == ends_with_a_take
 
 
 def test_other_tiles_are_refused() -> None:

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from distgemm.gemm.per_tile.bind import RankGemm
 from distgemm.gemm.per_tile.kernel import KernelTraits
-from distgemm.gemm.per_tile.order import Piece, PieceOrder, TileCluster, TileOrder
+from distgemm.gemm.per_tile.order import Piece, PieceOrder, Slice, TileCluster, TileOrder
 from distgemm.gemm.per_tile.verify import prove
 from distgemm.measure.models import MODELS
 from distgemm.plan.schema import PlanError
 from distgemm.schedulers import Pattern
 
-PATTERNS: tuple[Pattern, ...] = ("ag+gemm", "gemm+rs", "gemm+ar")
+PATTERNS: tuple[Pattern, ...] = ("ag+gemm", "gemm+rs", "gemm+ar", "gemm+a2a", "a2a+gemm")
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ def gemms(draw: st.DrawFn) -> RankGemm:
 def test_every_order_is_proved(gemm: RankGemm) -> None:
     down, across = gemm.traits.cluster
     tiles = gemm.ranks * gemm.order.clusters * down * across
+    assert gemm.order.shards == (1 if gemm.traits.pattern == "a2a+gemm" else gemm.ranks)
     proof = prove(gemm)
     assert proof.tiles == tiles
     assert proof.slots == gemm.ranks * gemm.flags
@@ -160,6 +161,17 @@ def test_mutants_of_the_order_are_refused(
         prove(replace(gemm, tiles=tiles))
 
 
+@pytest.mark.parametrize("name", ["a tile twice", "a tile outside"])
+def test_mutants_of_all_to_alls_are_refused(name: str) -> None:
+    """Their tiles wait for nothing, so own ones may come at any time."""
+    gemm = Changed(traits_of("gemm+a2a"), (1, 2, 3), 512, 640, 256)
+    for tiles in (list, own_first, one_sum_late):
+        prove(replace(gemm, tiles=tiles))
+    tiles, said = MUTANTS[name]
+    with pytest.raises(PlanError, match=said):
+        prove(replace(gemm, tiles=tiles))
+
+
 def test_the_error_names_both_ranks() -> None:
     """The rank that makes a sum at distance 1 stands one rank before the one that adds it."""
 
@@ -179,7 +191,7 @@ def test_what_does_not_cover_a_shard_is_refused(pattern: Pattern) -> None:
     vars(other)["order"] = smaller.order
     with pytest.raises(PlanError, match="2x5 tiles of 128x128 do not cover a shard of 512x640"):
         prove(other)
-    if pattern == "ag+gemm":
+    if gemm.traits.gathers:
         vars(other).update(order=gemm.order, pieces=smaller.pieces)
         with pytest.raises(PlanError, match="8x2 pieces do not cover a shard of 512x1024"):
             prove(other)
@@ -195,11 +207,28 @@ def no_last_slice(pieces: list[Piece]) -> list[Piece]:
 
 
 @pytest.mark.parametrize("sent", [same_receiver, no_last_slice])
-def test_mutants_of_the_pieces_are_refused(sent: Callable[[list[Piece]], list[Piece]]) -> None:
-    gemm = Changed(traits_of("ag+gemm"), (1, 2, 3), 512, 640, 1024)
+@pytest.mark.parametrize("pattern", ["ag+gemm", "a2a+gemm"])
+def test_mutants_of_the_pieces_are_refused(pattern: Pattern, sent: Callable[[list[Piece]], list[Piece]]) -> None:
+    gemm = Changed(traits_of(pattern), (1, 2, 3), 512, 640, 1024)
     prove(gemm)
     with pytest.raises(PlanError, match="peers write each of"):
         prove(replace(gemm, sent=sent))
+
+
+@pytest.mark.parametrize("peer", [0, 1])
+def test_a_sum_without_a_ranks_slices_is_refused(peer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or with those of another rank, or its own, twice."""
+    gemm = RankGemm(traits_of("a2a+gemm"), (1, 2, 3), 512, 640, 1024)
+    prove(gemm)
+    right = PieceOrder.slice_of_sum
+
+    def wrong(pieces: PieceOrder, number: int) -> Slice:
+        found = right(pieces, number)
+        return found._replace(distance=peer) if found == (2, 1) else found
+
+    monkeypatch.setattr(PieceOrder, "slice_of_sum", wrong)
+    with pytest.raises(PlanError, match="pieces are read by all 5 tiles of their row, got 0"):
+        prove(gemm)
 
 
 def test_own_tiles_of_a_gather_may_come_first_or_last() -> None:

@@ -354,6 +354,17 @@ def test_plan_ops() -> None:
         show_plan(plan, rank=2)
 
 
+def test_plan_of_several_hosts() -> None:
+    problem = GemmProblem(m=16, n=16, k=16)
+    plan = make_plan(problem, "tensor_parallel_2d_nested", mesh=(2, 2), ranks_per_host=2)
+    text = show_plan(plan)
+    assert "4 ranks as 2x2 on 2 hosts of 2, " in text
+    assert re.search(r"^from 0 +\. +256 B +128 B\* +\. +384 B$", text, re.MULTILINE) and "\n* across hosts\n" in text
+    assert "1536 bytes over 8 links, 512 of them across hosts over 4 links" in text
+    one = show_plan(make_plan(problem, "tensor_parallel_2d_nested", mesh=(2, 2)))
+    assert "host" not in one and "*" not in one
+
+
 def test_plan_of_other_mechanisms() -> None:
     """Links lead from where a tile was to where it goes, whoever moves it; ops name the rank that they touch."""
     problem = GemmProblem(8, 8, 8)

@@ -113,6 +113,7 @@ def test_shipped_machines_load_and_come_back(tmp_path: Path) -> None:
         ({"signal": math.nan}, "signal is a finite number >= 0 .*, got nan"),
         ({"sustained": 1.5}, "sustained is a finite number .* <= 1, got 1.5"),
         ({"ranks_per_host": 0}, "ranks_per_host is an integer >= 1, got 0"),
+        ({"adapters_per_host": 0}, "adapters_per_host is an integer >= 1, got 0"),
         ({"nvlink": {"bandwidth": 1}}, "nvlink is an object with the fields bandwidth, gap, latency, got"),
         (
             {"nvlink": {"bandwidth": 0, "gap": 0, "latency": 0}},
@@ -802,6 +803,24 @@ def test_unfused_over_hosts_goes_by_the_slower_link_and_by_batches(kind: str) ->
         batches = dataclasses.replace(PROBLEM, l=3)
         one = predict_unfused(PROBLEM, machine, kind, 4)
         assert predict_unfused(batches, machine, kind, 4) == pytest.approx(3 * one) and one > 0
+
+
+@pytest.mark.parametrize("ways", [(1, 4.0), (2, 2.0), (4, 1.0), (None, 1.0), (8, 1.0)])
+def test_ranks_that_share_adapters_divide_their_bandwidth(ways: tuple[int | None, float]) -> None:
+    """Only copies across hosts take time here: a shard for each of 4 ranks of a host."""
+    adapters, factor = ways
+    options = {"across": "all_gather_1d_ring_a", "inside": GATHER, "ranks_per_host": 4}
+    plan = make_plan(PROBLEM, "tensor_parallel_2d_nested", mesh=(2, 4), **options)
+    fast = Link(FAST, 0.0, 0.0)
+    machine = ideal(FAST, nvlink=fast, network=Link(10.0, 0.0, 0.0), adapters_per_host=adapters)
+    timeline = simulate(plan, machine)
+    size = plan.link_bytes("across")[0, 4]
+    assert timeline.machine.ranks_per_host == 4 and machine.ranks_per_host is None
+    assert timeline.time == pytest.approx(factor * size / 1e4)
+    assert timeline.copies_alone == pytest.approx(factor * size / 1e4)
+    unfused = predict_unfused(PROBLEM, dataclasses.replace(machine, ranks_per_host=4, collective=fast), "ag+gemm", 8)
+    moved = 7 / 8 * PROBLEM.m * PROBLEM.k * 2
+    assert unfused == pytest.approx(moved / 1e4 / 4 * factor)
 
 
 def test_measured_order(benchmark: ModuleType) -> None:

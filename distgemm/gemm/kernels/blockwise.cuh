@@ -3,9 +3,9 @@
 //
 //   D = sum over blocks j of columns: scale_a[row, j] * scale_b[column, j] * A[row, block j] B[column, block j]^T
 //
-// A and B are loaded as by CUTLASS's main loop for fp8. A tile is as deep as a block: once its product is there, the
-// consumer warps multiply it by the scales and add it to the sums, in float32. They read the scales from global memory
-// one tile ahead. So scales may lie in any order and need no alignment, and the stages have no room for them.
+// A tile is as deep as a block: before its product is added to the sums, it is multiplied by the scales. The consumer
+// warps read the scales from global memory one tile ahead. So scales may lie in any order and need no alignment, and
+// the stages have no room for them.
 //
 // CUTLASS does not tell the consumer warps which tile they compute. The loading warp writes the tile's coordinates to
 // shared memory before it loads the tile's first stage, and the barrier of that stage publishes them.
@@ -16,6 +16,7 @@
 
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
+#include "promotion.cuh"
 
 namespace distgemm {
 
@@ -81,28 +82,42 @@ class ThreadScales {
     for (int i = 0; i < kLoads; ++i) now_b_[i] = next_b_[i];
   }
 
-  // Scales of the thread's two columns of the 8 that begin at `column` of the tile. All threads of a warp call it.
+  // Multiplies a product by its scales, and adds it to the sums in rows and columns of piece (m, n). All threads of a
+  // warp call it.
+  template <class Sums, class Product>
+  CUTLASS_DEVICE void add(Sums& sums, Product const& product, int m, int n) const {
+    constexpr int kWidth = size(Product{}) * 2;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < size(product); i += 4) {
+      auto const of_columns = of_columns_(n * kWidth + i * 2);
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < 4; ++j) sums(i + j, m, n) += product(i + j) * (now_a_[m][j / 2] * of_columns.of[j % 2]);
+    }
+  }
+
+ private:
+  CUTLASS_DEVICE static int lane_() { return threadIdx.x % 32; }
+
+  // Scales of the thread's two columns of the 8 that begin at `column` of the tile.
   struct Pair {
     float of[2];
   };
-  CUTLASS_DEVICE Pair of_columns(int column) const {
+  CUTLASS_DEVICE Pair of_columns_(int column) const {
     if constexpr (kOfColumns) {  // each lane has loaded the scales of every 32nd column
       int const first = column % 32 + lane_() % 4 * 2;
       float const loaded = now_b_[column / 32];
       return {__shfl_sync(0xffffffff, loaded, first), __shfl_sync(0xffffffff, loaded, first + 1)};
     } else {
+      // So many columns are in one block. The compiler selects and multiplies once for all of them.
+      constexpr int kAlike = cute::gcd(kBlock, kTileN);
       float found = now_b_[0];
       CUTLASS_PRAGMA_UNROLL
       for (int i = 1; i < kBlocks; ++i) {
-        if (offset_ + column >= kBlock * i) found = now_b_[i];
+        if (offset_ + column / kAlike * kAlike >= kBlock * i) found = now_b_[i];
       }
       return {found, found};
     }
   }
-  CUTLASS_DEVICE float of_row(int down, int half) const { return now_a_[down][half]; }
-
- private:
-  CUTLASS_DEVICE static int lane_() { return threadIdx.x % 32; }
 
   float const *a_[kDown][2], *b_[kLoads];
   int64_t step_a_, step_b_;
@@ -111,8 +126,7 @@ class ThreadScales {
 };
 
 template <class Base>
-class BlockwiseMainloop : public Base {
-  using Mma = typename Base::TiledMma;
+class BlockwiseMainloop : public PromotingMainloop<Base> {
   static_assert(DG_TILE_K == kBlock, "a tile is as deep as a block");
 
  public:
@@ -139,18 +153,10 @@ class BlockwiseMainloop : public Base {
   template <class Pipeline, class State, class Sums>
   CUTLASS_DEVICE void mma(
       Pipeline pipeline, State state, Sums& sums, int count, int thread, TensorStorage& storage, Params const& params) {
-    Tensor const shared_a = make_tensor(make_smem_ptr(storage.smem_A.data()), typename Base::SmemLayoutA{});
-    Tensor const shared_b = make_tensor(make_smem_ptr(storage.smem_B.data()), typename Base::SmemLayoutB{});
-    Mma mma;
-    auto const slice = mma.get_slice(__shfl_sync(0xffffffff, thread / 128, 0) * 128);  // of a warp group
-    Tensor const a = slice.make_fragment_A(slice.partition_A(shared_a));  // (MMA, MMA_M, MMA_K, stages)
-    Tensor const b = slice.make_fragment_B(slice.partition_B(shared_b));  // (MMA, MMA_N, MMA_K, stages)
-    auto product = make_fragment_like(sums);                              // ((2, 2, N / 8), MMA_M, MMA_N)
-    clear(sums);
-
     pipeline.consumer_wait(state);
     int2 const tile = read_(storage.tiles[state.phase()][state.index()]);
     constexpr int kDown = size<1>(Sums{});
+    typename PromotingMainloop<Base>::TiledMma mma;
     Tensor const places =
         mma.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<DG_TILE_M>, Int<DG_TILE_N>>{}));
     int32_t rows[kDown][2];
@@ -159,32 +165,8 @@ class BlockwiseMainloop : public Base {
       rows[i / 2][i % 2] = tile.x * DG_TILE_M + get<0>(places(make_coord(0, i % 2, 0), i / 2, 0));
     }
     ThreadScales<kDown> scales(params.scales_a, params.scales_b, rows, tile.y * DG_TILE_N);
-    scales.load();
-    while (true) {
-      warpgroup_fence_operand(product);
-      warpgroup_arrive();
-      mma.accumulate_ = GMMA::ScaleOut::Zero;
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < size<2>(a); ++i) {
-        cute::gemm(mma, a(_, _, i, state.index()), b(_, _, i, state.index()), product);
-        mma.accumulate_ = GMMA::ScaleOut::One;
-      }
-      warpgroup_commit_batch();
-      scales.take();
-      if (count > 1) scales.load();
-      warpgroup_wait<0>();
-      warpgroup_fence_operand(product);
-      pipeline.consumer_release(state);
-      ++state;
-      add_(sums, product, scales);
-      if (--count == 0) break;
-      pipeline.consumer_wait(state);
-    }
+    this->multiply(pipeline, state, sums, count, thread, storage, scales);
   }
-
-  // mma() has released all stages.
-  template <class Pipeline, class State>
-  CUTLASS_DEVICE void mma_tail(Pipeline, State, int) {}
 
  private:
   // CUTLASS's wait does not tell the compiler that memory has changed, so that it could move an ordinary load up.
@@ -195,20 +177,6 @@ class BlockwiseMainloop : public Base {
                  : "r"(cast_smem_ptr_to_uint(&shared))
                  : "memory");
     return found;
-  }
-
-  template <class Sums, class Scales>
-  CUTLASS_DEVICE static void add_(Sums& sums, Sums const& product, Scales const& scales) {
-    constexpr int kAcross = size<0, 2>(Sums{}), kWidth = size<0, 2>(Sums{}) * 8;
-    CUTLASS_PRAGMA_UNROLL
-    for (int n = 0; n < size<2>(sums) * kAcross; ++n) {
-      auto const of_columns = scales.of_columns(n / kAcross * kWidth + n % kAcross * 8);
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < size<1>(sums) * 4; ++i) {
-        auto const at = make_coord(make_coord(i % 2, i / 2 % 2, n % kAcross), i / 4, n / kAcross);
-        sums(at) += product(at) * (scales.of_row(i / 4, i / 2 % 2) * of_columns.of[i % 2]);
-      }
-    }
   }
 };
 

@@ -64,9 +64,10 @@ using Cluster = Shape<Int<DG_CLUSTER_M>, Int<DG_CLUSTER_N>, _1>;
 constexpr bool has_source = !std::is_void_v<ElementSource>;
 constexpr bool plain = DG_SCHEDULE == DG_PLAIN;
 constexpr bool direct = DG_EPILOGUE == DG_DIRECT;
+constexpr bool promotes = sizeof(Element) == 1 && !plain;  // products of fp8 are added to sums in float32
 constexpr bool blockwise = DG_SCALE_ROWS_B != 0;  // a scale for each block of A and B; rows of a block of B
 static_assert(direct || !plain, "kernels without TMA store results directly");
-static_assert(!blockwise || !plain, "scales of blocks have a main loop of their own");
+static_assert(!blockwise || promotes, "scales of blocks have a main loop of their own");
 
 template <bool RowMajor>
 using LayoutOf = std::conditional_t<RowMajor, cutlass::layout::RowMajor, cutlass::layout::ColumnMajor>;
@@ -89,6 +90,7 @@ using OrD = std::conditional_t<std::is_void_v<T>, ElementD, T>;
 
 }  // namespace distgemm
 
+#include "promotion.cuh"
 #if DG_SCALE_ROWS_B
 #include "blockwise.cuh"
 #endif
@@ -260,21 +262,19 @@ struct PlainMainloop {
       decltype(smem_atom<size<1>(Tile{})>()), SmemCopyB, cute::identity>;
 };
 
-using Mainloop =
+using Collective =
     typename std::conditional_t<
         plain, PlainMainloop<Element, ElementB>, TmaMainloop<Element, ElementB, Epilogue>>::Collective;
+#if DG_SCALE_ROWS_B
+using Mainloop = BlockwiseMainloop<Collective>;
+#else
+using Mainloop = std::conditional_t<promotes, PromotingMainloop<Collective>, Collective>;
+#endif
 
-template <class Mainloop, class Epilogue>
-using KernelOf = cutlass::gemm::kernel::GemmUniversal<
+using Kernel = cutlass::gemm::kernel::GemmUniversal<
     Shape<int, int, int, int>, Mainloop, Epilogue,
     std::conditional_t<plain, void, cutlass::gemm::PersistentScheduler>>;
-
-#if DG_SCALE_ROWS_B
-using Kernel = KernelOf<BlockwiseMainloop<Mainloop>, Epilogue>;
-static_assert(Kernel::SharedStorageSize <= cutlass::gemm::collective::detail::sm90_smem_capacity_bytes);
-#else
-using Kernel = KernelOf<Mainloop, Epilogue>;
-#endif
+static_assert(plain || Kernel::SharedStorageSize <= cutlass::gemm::collective::detail::sm90_smem_capacity_bytes);
 using Params = typename Kernel::Params;
 
 }  // namespace distgemm

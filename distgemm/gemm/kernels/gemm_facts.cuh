@@ -84,16 +84,6 @@ struct TmaBox {
 static_assert(!cutlass::gemm::kernel::detail::Has_SwapAB_v<Mainloop>, "the host does not exchange A and B");
 constexpr TmaBox box_a = TmaBox::of_operand<typename Mainloop::Params::TMA_A, DG_A_ROW>(DG_CLUSTER_N);
 constexpr TmaBox box_b = TmaBox::of_operand<typename Mainloop::Params::TMA_B, DG_B_ROW>(DG_CLUSTER_M);
-
-// Main loops for fp8 have one more field. A fact of others has no name.
-template <class Params>
-constexpr Fact promotion(decltype(Params{}.mainloop.mma_promotion_interval)*) {
-  return DG_CONSTANT(mainloop.mma_promotion_interval, typename Mainloop::Arguments{}.mma_promotion_interval);
-}
-template <class Params>
-constexpr Fact promotion(...) {
-  return {};
-}
 #endif
 #if DG_EPILOGUE == DG_TMA
 constexpr TmaBox box_source = TmaBox::of(Epilogue::Source{});
@@ -128,7 +118,6 @@ DG_FACTS{
     DG_BOX("a", box_a),
     DG_BOX("b", box_b),
     DG_OPERANDS(mainloop),
-    promotion<Params>(nullptr),
 #if DG_SCALE_ROWS_B
     DG_FIELD(mainloop.scales_a),
     DG_FIELD(mainloop.scales_b),

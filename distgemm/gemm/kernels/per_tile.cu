@@ -10,13 +10,17 @@
 //                      peer whose tile it is                       slots, and stores to D
 //   DG_ALL_REDUCE      the same; warp 1 takes the result to D      the same, and stores the result to slots at all
 //                      once the owner has stored it in a slot      peers
+//   DG_TO_OWNERS       its result goes to a slot at the peer       stores to D; warp 1 takes to D what peers made of
+//                      that has its columns of D                   their rows
+//   DG_FROM_HOLDERS    there is none                               A's columns of other ranks come from slots, slice by
+//                                                                  slice; warp 1 sends peers their rows of A
 //
 // A thread block has 12 warps. Each role is a function, and a section of this file:
 //
 //   warp        function         does                                           waits for
 //   0           load_operands_   takes tickets; loads A and B                   flags of slices; free stages
-//   1           send_            gather: sends pieces of the shard              time on the link
-//               take_results_    all-reduce: takes peers' results to D          flags of results
+//   1           send_            sends pieces of A                              time on the link
+//               take_results_    takes peers' results to D                      flags of results
 //   2           initialise_      sets barriers up
 //   3           store_           stores tiles to D or at peers; sets flags      written subtiles; time on the link
 //   4..7, 8..11 multiply_        multiply, add partial sums and terms, write    loaded stages; flags of partial sums;
@@ -58,6 +62,8 @@
 #define DG_GATHER 1
 #define DG_REDUCE_SCATTER 2
 #define DG_ALL_REDUCE 3
+#define DG_TO_OWNERS 4     // a GEMM, and an all-to-all
+#define DG_FROM_HOLDERS 5  // an all-to-all, and a GEMM
 
 namespace distgemm {
 
@@ -70,7 +76,11 @@ using Result = DG_RESULT;    // of D, bias and C
 using Partial = DG_PARTIAL;  // of partial sums
 
 constexpr int kPattern = DG_PATTERN;
-constexpr bool kGathers = kPattern == DG_GATHER, kReduces = !kGathers, kAllReduces = kPattern == DG_ALL_REDUCE;
+constexpr bool kFromHolders = kPattern == DG_FROM_HOLDERS, kToOwners = kPattern == DG_TO_OWNERS;
+constexpr bool kGathers = kPattern == DG_GATHER || kFromHolders;  // slices of A, from slots
+constexpr bool kAllReduces = kPattern == DG_ALL_REDUCE, kReduces = kPattern == DG_REDUCE_SCATTER || kAllReduces;
+constexpr bool kTakes = kAllReduces || kToOwners;                         // results from peers
+constexpr bool kOwnRows = kPattern == DG_REDUCE_SCATTER || kFromHolders;  // D has this rank's rows only
 constexpr bool kPingpong = DG_PINGPONG;  // each warp group has tiles of its own. Otherwise both share each tile
 constexpr int kTileM = DG_TILE_M, kTileN = DG_TILE_N, kTileK = 128 / sizeof(Element);
 constexpr int kClusterM = DG_CLUSTER_M, kClusterN = DG_CLUSTER_N, kCluster = kClusterM * kClusterN;
@@ -96,7 +106,7 @@ struct Part {
 };
 
 constexpr int kPartBytes = Part<Partial>::kSubtiles * kSubtile;  // of a slot
-static_assert(!kAllReduces || Part<Result>::kSubtiles <= Part<Partial>::kSubtiles, "a result does not fit into a slot");
+static_assert(!kTakes || Part<Result>::kSubtiles <= Part<Partial>::kSubtiles, "a result does not fit into a slot");
 
 // A piece of a shard that is sent: so many rows, and so many bytes of each.
 constexpr int kPieceRows = 32, kPieceBytes = 512, kPieceK = kPieceBytes / sizeof(Element);
@@ -106,7 +116,7 @@ constexpr int kCopyRows = 16, kCopyBytes = kCopyRows * kPieceBytes;  // what is 
 constexpr int kSliceTiles = kPieceK / kTileK;  // stages of a slice
 constexpr int kPolledSlices = 32 / kPiecesDown;      // slices whose flags a warp reads at a time
 
-constexpr bool kCopies = DG_SENDS || kAllReduces;  // whether warp 1 copies
+constexpr bool kCopies = DG_SENDS || kTakes;  // whether warp 1 copies
 constexpr bool kHandsOut = kGathers && DG_A_K_MAJOR;  // whether a call may want all of A
 
 // A warp of the cluster may be so many tickets behind the last one. A block loads as many tiles ahead as it has stages.
@@ -138,8 +148,8 @@ struct alignas(128) Params {
   Element const* shard;  // what is sent
   Element* gathered_at;  // null: the caller does not want all of A
   int64_t shard_stride, gathered_stride;  // elements
-  int32_t m, n, k;       // rows of a shard, columns of D, and the extent of the sum
-  uint32_t slices;       // of the sum
+  int32_t m, n, k;       // rows of a shard, columns of D, and columns of A on this rank
+  uint32_t slices;       // of these columns
   uint32_t picoseconds_per_kib;
 };
 
@@ -266,7 +276,8 @@ class Kernel {
       : params_(params), order_(params.order), spaces_(params.workspaces), storage_(storage),
         block_(kCluster > 1 ? block_rank_in_cluster() : 0),
         clusters_(gridDim.x / kCluster),
-        depth_((params.k + kTileK - 1) / kTileK) {}
+        shard_depth_((params.k + kTileK - 1) / kTileK),
+        depth_(shard_depth_ * (kFromHolders ? order_.ranks : 1)) {}
 
   CUTE_DEVICE void run() {
     uint32_t const warp = cutlass::canonical_warp_idx_sync();
@@ -296,8 +307,8 @@ class Kernel {
       if constexpr (DG_SENDS) {
         if (warp == 1) send_();
       }
-      if constexpr (kAllReduces) {
-        if (warp == 1 && lane() == 0) take_results_();
+      if constexpr (kTakes) {
+        if (warp == 1 && (kToOwners || lane() == 0)) take_results_();
       }
       if (warp == 3 && lane() == 0) store_();
     } else {
@@ -392,14 +403,20 @@ class Kernel {
   CUTE_DEVICE uint32_t parts_() const {
     return order_.blocks * kClusterM * order_.columns * kClusterN * kParts;
   }
-  // Flag and slot of a part that a rank receives: of the sums from a distance, and behind them of their results.
+  // Flag and slot of a part that a rank receives: of the sums from a distance, and behind them of their results. Where
+  // there are no sums, results have their slots.
   CUTE_DEVICE uint32_t sum_slot_(uint32_t distance, uint32_t part) const { return (distance - 1) * parts_() + part; }
   CUTE_DEVICE uint32_t result_slot_(uint32_t distance, uint32_t part) const {
-    return sum_slot_(order_.ranks - 1 + distance, part);
+    return sum_slot_(distance + (kAllReduces ? order_.ranks - 1 : 0), part);
   }
   // The flag of a piece of a shard that a rank receives.
   CUTE_DEVICE uint32_t piece_slot_(uint32_t distance, uint32_t row, uint32_t slice) const {
     return ((distance - 1) * params_.pieces.rows + row) * params_.slices + slice;
+  }
+  // A slice of a tile's sum, in the order in which the tile adds them.
+  CUTE_DEVICE Slice slice_(Tile const& tile, uint32_t number) const {
+    if constexpr (kFromHolders) return params_.pieces.slice_of_sum(order_, number);
+    return {tile.distance, number};
   }
 
   // ---------------------------------------------------------------- warp 0
@@ -418,26 +435,30 @@ class Kernel {
     for (; exists_(ticket); ticket = next(), ++number) {
       Clock const clock = ticket.clock;
       Tile const tile = tile_(ticket);
-      bool const waits = kGathers && tile.distance && int32_t(tile.row * kTileM) < params_.m;  // not outside of A
-      bool const receives = kGathers && tile.distance;
-      CUtensorMap const& map_a = receives ? params_.received[clock.buffer()] : params_.a;
-      uint32_t const matrix_a = kReduces ? rank_at_(tile.distance) : receives ? tile.distance - 1 : 0;
+      bool const inside = int32_t(tile.row * kTileM) < params_.m;  // of A
+      uint32_t const slices = params_.slices * (kFromHolders ? order_.ranks : 1);
       uint32_t arrived = 0, first_slice = 0;  // slices from the first on that have arrived, as bits
       // The next ticket arrives while the last slices are loaded.
       Clock taken{};
       uint32_t const ahead = 2 * kStages / kSliceTiles + 1;
-      uint32_t const take_at = params_.slices > ahead ? params_.slices - ahead : 0;
-      uint32_t const pass_at = cute::min(take_at + ahead / 2, params_.slices - 1);
-      for (uint32_t slice = 0; slice < params_.slices; ++slice) {
-        if (waits && (slice >= first_slice + kPolledSlices || !(arrived >> (slice - first_slice) * kPiecesDown & 1))) {
+      uint32_t const take_at = slices > ahead ? slices - ahead : 0;
+      uint32_t const pass_at = cute::min(take_at + ahead / 2, slices - 1);
+      for (uint32_t slice = 0; slice < slices; ++slice) {
+        Slice const from = slice_(tile, slice);
+        bool const receives = kGathers && from.distance;
+        CUtensorMap const& map_a = receives ? params_.received[clock.buffer()] : params_.a;
+        uint32_t const matrix_a = receives ? from.distance - 1 : kReduces || kFromHolders ? rank_at_(from.distance) : 0;
+        uint32_t const matrix_b = kToOwners || kFromHolders ? rank_at_(from.distance) : 0;
+        bool const known = slice < first_slice + kPolledSlices && arrived >> (slice - first_slice) * kPiecesDown & 1;
+        if (receives && inside && !known) {
           first_slice = slice;
           arrived = wait_for_slices_(clock, tile, slice);
         }
         if (elected) {
           if (block_ == 0 && slice == take_at) taken = spaces_.take();
-          uint32_t const end = cute::min((slice + 1) * kSliceTiles, depth_);
+          uint32_t const end = cute::min((from.number + 1) * kSliceTiles, shard_depth_);
           CUTE_NO_UNROLL
-          for (uint32_t k = slice * kSliceTiles; k < end; ++k) {
+          for (uint32_t k = from.number * kSliceTiles; k < end; ++k) {
             uint64_t& full = storage_.full[stage.index];
             Barrier::wait(storage_.empty[stage.index], stage.phase ^ 1);
             Barrier::expect(full, kStageA + kStageB);
@@ -446,7 +467,7 @@ class Kernel {
                 matrix_a);
             load_<kClusterM, kTileN, DG_B_K_MAJOR>(
                 params_.b, storage_.b[stage.index], full, block_ % kClusterM, block_ / kClusterM * kClusterM, 1, k,
-                tile.column, 0);
+                tile.column, matrix_b);
             stage.advance();
           }
           if (block_ == 0 && slice == pass_at) pass_on_(taken, number);
@@ -463,10 +484,11 @@ class Kernel {
   // Waits until a slice of a tile's rows has arrived. Returns which of the slices from there on have: the lowest of
   // kPiecesDown bits for each.
   CUTE_DEVICE uint32_t wait_for_slices_(Clock clock, Tile const& tile, uint32_t slice) const {
-    uint32_t const row = tile.row * kPiecesDown + lane() % kPiecesDown, wanted = slice + lane() / kPiecesDown;
-    bool const exists = row < params_.pieces.rows && wanted < params_.slices;
+    uint32_t const row = tile.row * kPiecesDown + lane() % kPiecesDown;
+    Slice const wanted = slice_(tile, slice + lane() / kPiecesDown);
+    bool const exists = row < params_.pieces.rows && wanted.number < params_.slices;
     uint32_t arrived = wait_for_flags_(
-        clock, exists, piece_slot_(tile.distance, row, wanted), (1ull << kPiecesDown) - 1);
+        clock, exists, piece_slot_(wanted.distance, row, wanted.number), (1ull << kPiecesDown) - 1);
     asm volatile("fence.proxy.async.global;" ::: "memory");
     for (int i = 1; i < kPiecesDown; i *= 2) arrived &= arrived >> i;
     return arrived;
@@ -500,7 +522,7 @@ class Kernel {
 
   // ---------------------------------------------------------------- warp 1
 
-  // Sends the shard piece by piece.
+  // Sends the shard, or each peer's rows of it, piece by piece.
   CUTE_DEVICE void send_() {
     Tickets tickets{storage_};
     Clock const clock = tickets.next().clock;
@@ -523,7 +545,8 @@ class Kernel {
       int64_t const column = int64_t(piece.slice) * kPieceBytes;
       uint32_t const bytes = cute::min(int64_t(kPieceBytes), row_bytes - column);
       int32_t const begin = piece.row * kPieceRows, end = cute::min(begin + kPieceRows, params_.m);
-      auto const* const from = reinterpret_cast<uint8_t const*>(params_.shard) + column;
+      int64_t const first_row = kFromHolders ? int64_t(peer) * params_.m : 0;
+      auto const* const from = reinterpret_cast<uint8_t const*>(params_.shard) + first_row * pitch + column;
       uint64_t const to = spaces_.slot(peer, clock.buffer(), (piece.distance - 1) * params_.m * row_bytes + column);
       auto const load = [&](int32_t row, uint32_t use) {
         int32_t const rows = cute::min(int32_t(kCopyRows), end - row);
@@ -562,7 +585,7 @@ class Kernel {
     }
   }
 
-  // Takes peers' results from slots to D, two subtiles at a time. One thread.
+  // Takes peers' results from slots to D, two subtiles at a time. One thread; where it adds terms, a warp.
   CUTE_DEVICE void take_results_() {
     constexpr uint32_t takes = (Part<Result>::kSubtiles + 1) / 2;  // of a part
     Tickets tickets{storage_};
@@ -570,21 +593,24 @@ class Kernel {
     uint32_t& counter = spaces_.control(spaces_.rank).counter;
     uint32_t const peers = order_.ranks - 1, count = peers * parts_() * takes;
     uint32_t phase = 0;
-    if (mute_) {  // what comes now may be of an earlier replay
+    bool const leads = lane() == 0, mute = kToOwners ? __any_sync(0xffffffff, mute_) : mute_;
+    bool const adds = kToOwners && !mute && (params_.terms.bias || params_.terms.c);
+    if (leads && mute) {  // what comes now may be of an earlier replay
       auto* const words = reinterpret_cast<uint32_t*>(storage_.copied);
       for (int i = 0; i < 2 * kSubtile / 4; ++i) words[i] = 0xffffffff;
       fence_shared();
     }
     // A mute warp has a share of its own: warps that did not send left the counter as it was.
-    uint32_t ticket = mute_ ? blockIdx.x : take_(counter);
+    uint32_t ticket = mute ? blockIdx.x : leads ? take_(counter) : 0;
+    if constexpr (kToOwners) ticket = __shfl_sync(0xffffffff, ticket, 0);
     while (ticket < count) {
-      uint32_t const next = mute_ ? ticket + gridDim.x : take_(counter);
+      uint32_t const next = mute ? ticket + gridDim.x : leads ? take_(counter) : 0;
       // The owners finish their tiles in the order of units.
       uint32_t const distance = ticket % peers + 1, number = ticket / peers, first = number % takes * 2;
       uint32_t const group = number / takes % kParts, block = number / (takes * kParts);
       Tile const tile = Tile::of(order_.of_unit(distance, block / kCluster), block % kCluster);
       uint32_t const slot = result_slot_(distance, part_(tile, group));
-      if (!mute_) {
+      if (leads && !mute) {
         spaces_.wait(spaces_.flag(spaces_.rank, clock.buffer(), slot), clock.epoch());
         uint64_t const from = spaces_.slot(spaces_.rank, clock.buffer(), uint64_t(slot) * kPartBytes);
         wait_until_read<0>();
@@ -596,17 +622,43 @@ class Kernel {
         }
       }
       for (uint32_t i = 0; i < 2 && first + i < Part<Result>::kSubtiles; ++i) {
-        if (!mute_) {
+        if (!mute) {
           Barrier::wait(storage_.arrived[i], phase >> i);
           phase ^= 1 << i;
         }
-        store_result_(storage_.copied[i], tile, group, first + i);
+        if (adds) add_terms_to_subtile_(storage_.copied[i], tile, group, first + i);
+        if (leads) store_result_(storage_.copied[i], tile, group, first + i);
       }
       commit();
-      ticket = next;
+      ticket = kToOwners ? __shfl_sync(0xffffffff, next, 0) : next;
     }
-    if (!mute_ && ticket == count + gridDim.x - 1) atomicExch(&counter, 0u);
+    if (leads && !mute && ticket == count + gridDim.x - 1) atomicExch(&counter, 0u);
     wait_until_read<0>();
+  }
+
+  // Adds the bias and C to a subtile of a result of a peer, which has been rounded.
+  CUTE_DEVICE void add_terms_to_subtile_(uint8_t* subtile, Tile const& tile, int part, int number) const {
+    Terms const& terms = params_.terms;
+    constexpr int chunks = kLine / 16, size = 16 / sizeof(Result);
+    int32_t const first_row = tile.row * kTileM + (number % kDown * kParts + part) * kHeight;
+    int32_t const first_column = tile.column * kTileN + number / kDown * Part<Result>::kColumns;
+    int64_t const in_d = int64_t(rank_at_(tile.distance)) * params_.m;
+    for (uint32_t i = lane(); i < kHeight * chunks; i += 32) {
+      uint32_t const row = i / chunks, chunk = i % chunks;
+      int32_t const in_shard = first_row + row, column = first_column + chunk * size;
+      if (in_shard >= params_.m || column >= params_.n) continue;
+      auto& values = *reinterpret_cast<cutlass::Array<Result, size>*>(subtile + row * kLine + (chunk ^ row % 8) * 16);
+      Result const* const c = terms.c ? terms.c + (in_d + in_shard) * terms.c_stride : nullptr;
+      CUTE_UNROLL
+      for (int j = 0; j < size; ++j) {
+        float sum = float(values[j]);
+        if (terms.bias) sum += float(terms.bias[column + j]);
+        if (c) sum += terms.beta * float(c[column + j]);
+        values[j] = Result(sum);
+      }
+    }
+    fence_shared();
+    __syncwarp();
   }
 
   // ---------------------------------------------------------------- warp 3
@@ -617,7 +669,7 @@ class Kernel {
     Uses<kEpilogueStages> uses, others;  // of this tile's warp groups. Pingpong: of the other one
     LinkPacing const pacing{&spaces_.control(spaces_.rank).link_free, params_.picoseconds_per_kib};
     uint32_t const peers = order_.ranks - 1;
-    bool const sends = kReduces && !mute_;
+    bool const sends = !kGathers && !mute_;
     uint32_t number = 0;
     uint64_t* stored = nullptr;  // the barrier of a stage from which a store may still read
     auto const release = [&] {
@@ -630,13 +682,13 @@ class Kernel {
       Clock const clock = ticket.clock;
       if (clock.ticket() == 0 && block_ == 0) spaces_.tell_begun(order_.ranks, clock.epoch());
       Tile const tile = tile_(ticket);
-      bool const remote = kReduces && tile.distance;
-      int const subtiles = remote ? Part<Partial>::kSubtiles : Part<Result>::kSubtiles;
+      bool const remote = !kGathers && tile.distance;
+      int const subtiles = remote && kReduces ? Part<Partial>::kSubtiles : Part<Result>::kSubtiles;
       bool const leaves = sends && (remote || kAllReduces);  // to peers
       uint32_t const bytes = subtiles * kParts * kSubtile * (remote ? 1 : peers);
       int const first = kPingpong ? number % kWarpGroups : 0;
       uint32_t const part = part_(tile, 0), peer = rank_at_(tile.distance);
-      uint32_t const sum = remote ? sum_slot_(order_.ranks - tile.distance, part) : 0;
+      uint32_t const slot = remote ? sum_slot_(order_.ranks - tile.distance, part) : 0;
       CUTE_NO_UNROLL
       for (int i = 0; i < subtiles; ++i) {
         CUTE_UNROLL
@@ -651,7 +703,7 @@ class Kernel {
           if (!remote) store_result_(from, tile, j, i);
           if (leaves && i == 0 && j == 0) pacing.wait(bytes);
           if (remote && sends) {
-            store_at_(peer, clock.buffer(), sum + j, i, from);
+            store_at_(peer, clock.buffer(), slot + j, i, from);
           } else if (!remote) {
             for (uint32_t distance = 1; kAllReduces && sends && distance <= peers; ++distance) {
               store_at_(
@@ -677,7 +729,7 @@ class Kernel {
       wait_until_stored();
       release_to_system();
       for (int j = 0; j < kParts; ++j) {
-        if (remote) Workspaces::set(spaces_.flag(peer, clock.buffer(), sum + j), clock.epoch());
+        if (remote) Workspaces::set(spaces_.flag(peer, clock.buffer(), slot + j), clock.epoch());
         for (uint32_t distance = 1; !remote && distance <= peers; ++distance) {
           uint32_t const to = rank_at_(order_.ranks - distance);
           Workspaces::set(spaces_.flag(to, clock.buffer(), result_slot_(distance, part + j)), clock.epoch());
@@ -696,7 +748,7 @@ class Kernel {
   CUTE_DEVICE void store_result_(uint8_t* from, Tile const& tile, int part, int subtile) {
     int32_t const column = tile.column * kTileN + subtile / kDown * Part<Result>::kColumns;
     int32_t const row = tile.row * kTileM + (subtile % kDown * kParts + part) * kHeight;
-    int32_t const matrix = kReduces && !kAllReduces ? 0 : rank_at_(tile.distance);
+    int32_t const matrix = kOwnRows ? 0 : rank_at_(tile.distance);
     SM90_TMA_STORE_3D::copy(&params_.d, from, column, row, matrix);
   }
 
@@ -780,7 +832,7 @@ class Kernel {
         write_sums_(sums, group, uses, thread);
       } else {
         if constexpr (kReduces) add_sums_(sums, ticket.clock, part_(tile, kPingpong ? 0 : group), thread);
-        add_terms_(sums, tile, kPingpong ? 0 : group, thread);
+        if (!kToOwners || !tile.distance) add_terms_(sums, tile, kPingpong ? 0 : group, thread);
         write_results_(sums, group, uses, thread);
       }
     }
@@ -790,9 +842,12 @@ class Kernel {
   CUTE_DEVICE void hand_out_(Tile const& tile, uint32_t k, uint32_t stage, bool turn) const {
     if (lane() == 0) {
       if (turn && !mute_) {
+        auto const& pieces = params_.pieces;
+        Slice const from =
+            kFromHolders ? pieces.stage_of_sum(order_, shard_depth_, kSliceTiles, k) : Slice{tile.distance, k};
         SM90_TMA_STORE_3D::copy(
-            &params_.gathered, storage_.a[stage], int32_t(k * kTileK), int32_t(tile.row * kTileM),
-            int32_t(rank_at_(tile.distance)));
+            &params_.gathered, storage_.a[stage], int32_t(from.number * kTileK), int32_t(tile.row * kTileM),
+            int32_t(rank_at_(from.distance)));
       }
       commit();
     }
@@ -808,8 +863,9 @@ class Kernel {
   CUTE_DEVICE void spoil_gathered_(Tile const& tile) const {
     Element const nan(__int_as_float(0x7fffffff));
     for (int32_t row = tile.row * kTileM; row < cute::min(int32_t(tile.row + 1) * kTileM, params_.m); ++row) {
-      int64_t const at = int64_t(rank_at_(tile.distance)) * params_.m + row;
-      for (int32_t k = 0; k < params_.k; ++k) params_.gathered_at[at * params_.gathered_stride + k] = nan;
+      int64_t const at = kFromHolders ? row : int64_t(rank_at_(tile.distance)) * params_.m + row;
+      int64_t const columns = int64_t(params_.k) * (kFromHolders ? order_.ranks : 1);
+      for (int64_t k = 0; k < columns; ++k) params_.gathered_at[at * params_.gathered_stride + k] = nan;
     }
   }
 
@@ -957,7 +1013,7 @@ class Kernel {
     Terms const& terms = params_.terms;
     if (!terms.bias && !terms.c) return;
     constexpr int columns = Part<Result>::kColumns;
-    int32_t const first_row = kReduces && !kAllReduces ? 0 : rank_at_(tile.distance) * params_.m;
+    int32_t const first_row = kOwnRows ? 0 : rank_at_(tile.distance) * params_.m;
     int32_t const first_column = tile.column * kTileN + thread % 4 * 2;
     CUTE_UNROLL
     for (int m = 0; m < kDown; ++m) {
@@ -1017,7 +1073,7 @@ class Kernel {
   TileOrder const& order_;
   Workspaces const& spaces_;
   Storage& storage_;
-  uint32_t const block_, clusters_, depth_;
+  uint32_t const block_, clusters_, shard_depth_, depth_;  // stages of this rank's columns of A, and of a tile
   bool mute_ = false;
 };
 

@@ -34,10 +34,11 @@ struct TileOrder {
   uint32_t blocks, columns;   // of clusters in a shard
   uint32_t group;             // rows of clusters that are multiplied in turn
   uint32_t lead;              // by so many units own tiles come earlier (a gather) or later (a reduction) than others
+  uint32_t shards;            // whose tiles are multiplied: of all ranks, or only of this one
   uint8_t distances[kRanks];  // of the other shards, in order
 
   CUTE_HOST_DEVICE uint32_t units() const { return blocks * columns; }
-  CUTE_HOST_DEVICE uint32_t clusters() const { return ranks * units(); }
+  CUTE_HOST_DEVICE uint32_t clusters() const { return shards * units(); }
 
   template <bool kOwnFirst>
   CUTE_HOST_DEVICE TileCluster at(uint32_t ticket) const {
@@ -76,6 +77,11 @@ struct Piece {
   uint32_t distance, row, slice;  // the receiver is the rank so far before the sender
 };
 
+// A slice along k of a tile's sum.
+struct Slice {
+  uint32_t distance, number;  // whose columns of A it has: those of the rank so far behind this one; and which of them
+};
+
 struct PieceOrder {
   uint32_t rows, slices;  // rows of pieces in a shard, and slices of each
   uint32_t group;         // rows of pieces whose slices are sent in turn
@@ -87,6 +93,23 @@ struct PieceOrder {
     uint32_t const first = place / (group * slices) * group, left = rows - first;
     uint32_t const size = group < left ? group : left, within = place - first * slices;
     return {order.distances[receiver], first + within % size, within / size};
+  }
+
+  // Number `number` of the slices of a sum over the columns of all ranks: own ones, then others as they are sent.
+  CUTE_HOST_DEVICE Slice slice_of_sum(TileOrder const& order, uint32_t number) const {
+    if (number < slices) return {0, number};
+    uint32_t const others = order.ranks - 1, slice = divide(number - slices, others);
+    return {order.distances[number - slices - slice * others], slice};
+  }
+
+  // Number `number` of the stages of such a sum: whose columns it has, and which of their stages it is. Each rank's have
+  // `depth` stages, and `size` of them are a slice; the last slice may have fewer.
+  CUTE_HOST_DEVICE Slice stage_of_sum(TileOrder const& order, uint32_t depth, uint32_t size, uint32_t number) const {
+    if (number < depth) return {0, number};
+    uint32_t const others = order.ranks - 1, rest = number - depth, first = rest / (others * size) * size;
+    uint32_t const left = depth - first, stages = size < left ? size : left;
+    uint32_t const within = rest - first * others, peer = within / stages;
+    return {order.distances[peer], first + within - peer * stages};
   }
 };
 

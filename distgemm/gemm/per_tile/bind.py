@@ -21,7 +21,13 @@ SLOT_ALIGNMENT = 1024
 MAX_TICKETS = 1 << TICKET_BITS
 SMS = 132
 """SMs of a GPU that the order of tiles is made for."""
-RATES: dict[Pattern, float] = {"ag+gemm": 340.0, "gemm+rs": 360.0, "gemm+ar": 360.0}
+RATES: dict[Pattern, float] = {
+    "ag+gemm": 340.0,
+    "gemm+rs": 360.0,
+    "gemm+ar": 360.0,
+    "gemm+a2a": 360.0,
+    "a2a+gemm": 340.0,
+}
 """GB/s at which a kernel's stores to peers leave: a little less than the NVLink of a Hopper GPU takes."""
 
 
@@ -32,9 +38,9 @@ class RankGemm:
     Attributes:
         traits: of the kernel.
         distances: of the other ranks' shards, in the order in which they are multiplied.
-        m: rows of a shard.
+        m: rows of a shard. A shard has the rows of a rank; for "gemm+a2a" this rank's rows and the columns of a rank.
         n: columns of D on a rank.
-        k: extent of the sum on a rank.
+        k: columns of A on a rank.
         group: rows of clusters that are multiplied in turn; 0: so many that tiles at a time span as many rows as
             columns.
         lead: units by which own tiles come earlier or later than others; None: so many that they seldom wait.
@@ -58,11 +64,12 @@ class RankGemm:
         height, width = (x * y for x, y in zip(traits.tile, traits.cluster, strict=True))
         blocks, columns = -(-self.m // height), -(-self.n // width)
         at_once = SMS // (traits.cluster[0] * traits.cluster[1])
-        gathers = traits.pattern == "ag+gemm"
-        group = self.group or max(1, min(blocks, round(math.sqrt(at_once * width / height) / self.ranks)))
-        usual = blocks * columns if gathers else -(-2 * at_once // self.ranks)
-        lead = min(blocks * columns, usual if self.lead is None else self.lead)
-        order = TileOrder(self.distances, blocks, columns, group, lead, gathers)
+        to_owners, from_holders = traits.pattern == "gemm+a2a", traits.pattern == "a2a+gemm"
+        shards = 1 if to_owners or from_holders else self.ranks  # whose rows are multiplied at a time
+        group = self.group or max(1, min(blocks, round(math.sqrt(at_once * width / height) / shards)))
+        usual = blocks * columns if traits.gathers or to_owners else -(-2 * at_once // self.ranks)
+        lead = min(blocks * columns, usual if self.lead is None or from_holders else self.lead)
+        order = TileOrder(self.distances, blocks, columns, group, lead, traits.gathers, from_holders)
         if order.clusters + 1024 > MAX_TICKETS:
             raise ValueError(f"a kernel has at most {MAX_TICKETS} clusters of tiles, got {order.clusters}")
         return order
@@ -73,7 +80,7 @@ class RankGemm:
         traits, order = self.traits, self.order
         rows = -(-self.m // PIECE_ROWS)
         slices = -(-self.k * BYTES[traits.dtype] // PIECE_BYTES)
-        at_once = SMS // (traits.cluster[0] * traits.cluster[1]) // (max(self.ranks - 1, 1) * order.columns)
+        at_once = SMS // (traits.cluster[0] * traits.cluster[1]) // (max(order.shards - 1, 1) * order.columns)
         blocks = max(order.group, min(order.blocks, at_once))
         together = blocks * traits.cluster[0] * traits.tile[0] // PIECE_ROWS
         return PieceOrder(self.distances, rows, slices, together)
@@ -92,7 +99,7 @@ class RankGemm:
     @property
     def flags(self) -> int:
         """Number of flags in each buffer of a workspace."""
-        if self.traits.pattern == "ag+gemm":
+        if self.traits.gathers:
             return self.pieces.pieces
         return (self.ranks - 1) * self.parts * (2 if self.traits.pattern == "gemm+ar" else 1)
 
@@ -106,22 +113,26 @@ class RankGemm:
             The distance of the rank that sets it, and in words what comes from there.
         """
         traits = self.traits
-        if traits.pattern == "ag+gemm":
+        if traits.gathers:
             rest, piece = divmod(number, self.pieces.slices)
             distance, row = divmod(rest, self.pieces.rows)
             first = row * PIECE_ROWS
             rows = f"rows {first} to {min(first + PIECE_ROWS, self.m) - 1}"
+            if traits.pattern == "a2a+gemm":
+                return distance + 1, f"slice {piece} of its columns of A, for {rows} of this rank's rows"
             return distance + 1, f"slice {piece} of k, for {rows} of its shard of A"
         rest, part = divmod(number, self.parts)
         result, distance = divmod(rest, self.ranks - 1)
         row, column = divmod(part // traits.parts, self.order.columns * traits.cluster[1])
+        if traits.pattern == "gemm+a2a":
+            return distance + 1, f"the result of tile ({row}, {column}) of its rows of this rank's columns of D"
         what, whose = ("result", "its") if result else ("partial sum", "this rank's")
         return distance + 1, f"the {what} of tile ({row}, {column}) of {whose} shard of D"
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of slots in each buffer of a workspace."""
-        if self.traits.pattern == "ag+gemm":
+        if self.traits.gathers:
             return (self.ranks - 1) * self.m * self.k * BYTES[self.traits.dtype]
         return self.flags * self.traits.part_bytes
 
@@ -184,14 +195,15 @@ def params_of(
     Args:
         gemm: what is multiplied.
         space: the workspaces.
-        a: this rank's A: (m, k) for a gather, else (ranks * m, k).
-        b: (n, k).
-        d: (ranks * m, n), for a reduce-scatter (m, n).
+        a: this rank's A: (m, k) for an all-gather and for "gemm+a2a", else (ranks * m, k).
+        b: (n, k), for "gemm+a2a" (ranks * n, k), for "a2a+gemm" (n, ranks * k).
+        d: (ranks * m, n), for a reduce-scatter and for "a2a+gemm" (m, n).
         alpha: factor of the product.
         bias: (n,).
         c: of D's shape.
         beta: factor of C.
-        gathered: (ranks * m, k), where all of A goes; for a gather whose shards have contiguous rows.
+        gathered: (ranks * m, k), for "a2a+gemm" (m, ranks * k), where all of A goes that this rank multiplies; for
+            shards that have contiguous rows.
         gb_per_s: rate at which stores to peers leave; 0: without a limit.
         executable: its number, by which the watchdog knows it.
         epochs_a_replay: by how much a replay raises the epoch.
@@ -200,20 +212,23 @@ def params_of(
         ValueError: for tensors that TMA cannot copy.
     """
     traits, ranks, m = gemm.traits, gemm.ranks, gemm.m
-    gathers, scatters = traits.pattern == "ag+gemm", traits.pattern == "gemm+rs"
+    to_owners, from_holders = traits.pattern == "gemm+a2a", traits.pattern == "a2a+gemm"
+    one_a, one_d = traits.pattern in {"ag+gemm", "gemm+a2a"}, traits.pattern in {"gemm+rs", "a2a+gemm"}
     share_a, share_b = (x // y for x, y in zip(traits.tile, reversed(traits.cluster), strict=True))
     params = structs.Params.new()
-    _describe(params.a, "A", a, traits.dtype, m, 1 if gathers else ranks, share_a, traits.a_major == "k")
-    _describe(params.b, "B", b, traits.dtype, gemm.n, 1, share_b, traits.b_major == "k")
-    _describe(params.d, "D", d, traits.out_dtype, m, 1 if scatters else ranks, SUBTILE_ROWS)
-    if gathers:
+    _describe(params.a, "A", a, traits.dtype, m, 1 if one_a else ranks, share_a, traits.a_major == "k")
+    of_b = (gemm.k, ranks) if from_holders else (gemm.n, ranks if to_owners else 1)
+    _describe(params.b, "B", b, traits.dtype, *of_b, share_b, traits.b_major == "k", from_holders)
+    _describe(params.d, "D", d, traits.out_dtype, m, 1 if one_d else ranks, SUBTILE_ROWS)
+    if traits.gathers:
         for buffer, descriptor in enumerate(params.received):
             slots = space.bases[space.rank] + space.slots_at + buffer * space.slots_of_buffer
             extents = (gemm.k, m, max(ranks - 1, 1))
             structs.describe(descriptor, "the received A", slots, traits.dtype, extents, gemm.k, m * gemm.k, share_a)
         params.pieces = structs.Pieces.of(gemm.pieces)
     if gathered is not None:
-        _describe(params.gathered, "the gathered A", gathered, traits.dtype, m, ranks, traits.tile[0])
+        of_gathered = (gemm.k if from_holders else m, ranks, traits.tile[0], True, from_holders)
+        _describe(params.gathered, "the gathered A", gathered, traits.dtype, *of_gathered)
         params.gathered_at, params.gathered_stride = gathered.data_ptr(), pitch_of(gathered)
     params.order = structs.Order.of(gemm.order)
     spaces = params.workspaces
@@ -247,16 +262,20 @@ def _describe(
     matrices: int,
     rows: int,
     by_rows: bool = True,
+    beside: bool = False,
 ) -> None:
-    """The descriptor of a tensor of equal matrices, of `extent` rows each, whose rows or columns are contiguous."""
+    """The descriptor of a tensor of equal matrices, of `extent` rows each, or, beside each other, of so many columns.
+
+    Its rows are contiguous, or its columns.
+    """
     if x.stride(int(by_rows)) != 1:
         raise ValueError(f"{'rows' if by_rows else 'columns'} of {name} are contiguous, got strides {x.stride()}")
-    if by_rows:
-        pitch = pitch_of(x)
-        extents, boxes = (x.shape[1], extent, matrices), (pitch, extent * pitch, rows)
-    else:
-        extents, boxes = (extent, x.shape[1], matrices), (x.stride(1), extent, structs.LINE // BYTES[dtype])
-    structs.describe(descriptor, name, x.data_ptr(), dtype, extents, *boxes)
+    shape = (x.shape[0], extent) if beside else (extent, x.shape[1])
+    pitch = pitch_of(x) if by_rows else x.stride(1)
+    matrix_pitch = extent * (pitch if by_rows != beside else 1)
+    extents = (*(reversed(shape) if by_rows else shape), matrices)
+    rows = rows if by_rows else structs.LINE // BYTES[dtype]
+    structs.describe(descriptor, name, x.data_ptr(), dtype, extents, pitch, matrix_pitch, rows)
 
 
 def pitch_of(x: torch.Tensor) -> int:

@@ -17,7 +17,7 @@ from distgemm.schedulers import Pattern
 
 __all__ = ["BYTES", "PIECE_BYTES", "PIECE_ROWS", "SUBTILE_ROWS", "KernelTraits", "Launch"]
 
-PATTERN_NUMBERS: dict[Pattern, int] = {"ag+gemm": 1, "gemm+rs": 2, "gemm+ar": 3}
+PATTERN_NUMBERS: dict[Pattern, int] = {"ag+gemm": 1, "gemm+rs": 2, "gemm+ar": 3, "gemm+a2a": 4, "a2a+gemm": 5}
 CUTLASS_TYPES = {"bfloat16": "cutlass::bfloat16_t", "float16": "cutlass::half_t", "float32": "float"}
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of an element."""
@@ -54,7 +54,7 @@ class KernelTraits:
         partial_dtype: of partial sums.
         a_major: "k" if rows of A are contiguous, "m" if columns are.
         b_major: "k" if rows of B are contiguous, "n" if columns are.
-        sends: whether the kernel of a gather sends the shard.
+        sends: whether a kernel that gathers sends its shard of A.
         epilogue_stages: subtiles that each warp group has in shared memory, to be stored.
 
     Raises:
@@ -76,13 +76,15 @@ class KernelTraits:
     def __post_init__(self) -> None:
         if BYTES.get(self.dtype) != 2:
             raise ValueError(f"dtype is bfloat16 or float16, got {self.dtype!r}")
-        if self.sends and (self.pattern != "ag+gemm" or self.a_major != "k"):
+        if self.sends and (not self.gathers or self.a_major != "k"):
             raise ValueError(f"a kernel sends rows of a gather, got {self.pattern!r} and a_major={self.a_major!r}")
         if self.pattern == "gemm+ar" and BYTES[self.out_dtype] > BYTES[self.partial_dtype]:
             raise ValueError(
                 f"results of an all-reduce are no wider than partial sums, whose slots they take: got {self.out_dtype} "
                 f"and {self.partial_dtype}"
             )
+        if self.pattern == "gemm+a2a" and self.out_dtype != self.partial_dtype:
+            raise ValueError(f"slots have results in {self.out_dtype}, and no partial sums in {self.partial_dtype}")
         rows, columns = self.tile[0] // self.parts, self.tile[1]
         shapes = rows in {64, 128} and columns in {64, 128, 192, 256} and rows * columns <= MAX_PART
         if self.tile[0] % self.parts or not shapes:
@@ -104,9 +106,14 @@ class KernelTraits:
             raise ValueError(f"{self} leaves shared memory for {self.stages} stages, and 3 are needed")
 
     @property
+    def gathers(self) -> bool:
+        """Whether slices of A come from peers: of their rows, or of their columns of this rank's rows."""
+        return self.pattern in {"ag+gemm", "a2a+gemm"}
+
+    @property
     def stages(self) -> int:
         """Stages of operands: as many as fit."""
-        copied = 2 * SUBTILE_BYTES if self.sends or self.pattern == "gemm+ar" else 0
+        copied = 2 * SUBTILE_BYTES if self.sends or self.pattern in {"gemm+ar", "gemm+a2a"} else 0
         left = SHARED_BYTES - RESERVED_BYTES - GROUPS * self.epilogue_stages * SUBTILE_BYTES - copied
         return min(left // (sum(self.tile) * LINE), MAX_STAGES)
 

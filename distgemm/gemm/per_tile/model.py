@@ -67,7 +67,7 @@ class Costs:
         flag: from there until a waiting warp has seen the flag, us.
         sum_subtile: of a subtile of a partial sum that a warp group adds, us. Fitted.
         write_subtile: of a subtile that is written, us. Fitted.
-        take: from the arrival of a result to its place in D, us. Fitted.
+        take: from the arrival of a result to its place in D, us. Fitted to all-reduces.
         send_gb_per_s, store_gb_per_s: rates at which pieces and tiles leave: those that executables set.
         cache: bytes of panels that stay in L2, which has 50 MB.
     """
@@ -119,7 +119,7 @@ def predict_per_tile(gemm: RankGemm, costs: Costs, *, arrived: bool = False) -> 
         known = ", ".join(f"{m}x{n}" for m, n in TILES)
         raise ValueError(f"the model knows tiles of {known}, got {'x'.join(map(str, gemm.traits.tile))}")
     at_once = replace(costs, stored=0.0, flag=0.0, take=0.0, send_gb_per_s=MAX_FIGURE, store_gb_per_s=MAX_FIGURE)
-    gathers = gemm.traits.pattern == "ag+gemm"
+    gathers = gemm.traits.gathers
     moved = 0 if gathers and arrived else gemm.slot_bytes
     link = costs.start + moved / (1e3 * (costs.send_gb_per_s if gathers else costs.store_gb_per_s))
     return TileTimes(_Replay(gemm, costs, arrived).run(), _Replay(gemm, at_once, arrived).run(), link)
@@ -138,7 +138,8 @@ class _Replay:
         self.tile = TILES[traits.tile]
         rate = costs.machine.rate(traits.dtype)
         sm = rate.peak * self.tile.peak * 1e6 / costs.machine.sms
-        self.multiply_us = max(2.0 * traits.tile[0] * traits.tile[1] * gemm.k / sm, costs.ticket)
+        self.k = gemm.k * (gemm.ranks if traits.pattern == "a2a+gemm" else 1)  # of a tile's sum
+        self.multiply_us = max(2.0 * traits.tile[0] * traits.tile[1] * self.k / sm, costs.ticket)
         flop = 2.0 * gemm.ranks * gemm.m * gemm.n * gemm.k
         self.least_us = costs.start + flop / (rate.power * self.tile.power * 1e6)
         self.subtiles = traits.part_bytes // SUBTILE_BYTES
@@ -149,7 +150,8 @@ class _Replay:
     def run(self) -> float:
         """The time of the replay, us."""
         costs, traits, latency = self.costs, self.gemm.traits, self.latency
-        gathers, spreads, pingpong = traits.pattern == "ag+gemm", traits.pattern == "gemm+ar", traits.pingpong
+        gathers, spreads, pingpong = traits.gathers, traits.pattern == "gemm+ar", traits.pingpong
+        to_owners = traits.pattern == "gemm+a2a"
         write = self.subtiles * costs.write_subtile
         add = self.peers * self.subtiles * costs.sum_subtile
         operands = self._operands() if gathers and not self.arrived else {}
@@ -176,13 +178,17 @@ class _Replay:
             multiplied = max(begins, groups[cluster][group]) + max(self.multiply_us, read_us)
             multiplied = max(multiplied, operands.get((tile.distance, tile.block), 0.0))
             free = multiplied + self.tile.overhead
-            if gathers:
+            if gathers or (to_owners and not tile.distance):
                 free += write
             elif tile.distance:
                 place = tile.block, tile.column
                 left, written = store(cluster, multiplied if pingpong else free, 1)
                 free = max(free + write, written)
-                sums[place] = max(sums.get(place, 0.0), 0.0 if self.arrived else left + latency)
+                arrives = 0.0 if self.arrived else left + latency
+                if to_owners:
+                    end = max(end, left + costs.stored, arrives + costs.take)
+                else:
+                    sums[place] = max(sums.get(place, 0.0), arrives)
             else:
                 free = max(free, sums.get((tile.block, tile.column), 0.0)) + add + write
                 if spreads and self.peers:
@@ -208,20 +214,24 @@ class _Replay:
             arrives = self.costs.start + min(pieces.pieces, (number // batch + 1) * batch) * us + self.latency
             rest = (pieces.slices - piece.slice) / pieces.slices * self.multiply_us
             block = piece.distance, piece.row // high
+            if traits.pattern == "a2a+gemm":  # a tile adds the slices of all ranks in turn, behind its own
+                block, rest = (0, block[1]), rest * self.peers / self.gemm.ranks
             found[block] = max(found.get(block, 0.0), arrives + rest)
         return found
 
     def _read_us(self) -> list[float]:
         """The time, us, in which memory provides what each tile's wave reads. Panels that were read last stay in L2."""
         traits = self.gemm.traits
-        row = self.gemm.k * BYTES[traits.dtype]
+        row = self.k * BYTES[traits.dtype]
         high, wide = (x * y * row for x, y in zip(traits.tile, traits.cluster, strict=True))
         rate = self.costs.machine.memory * MEMORY_SHARE * 1e3
+        own_rows = traits.pattern == "gemm+a2a"  # shards differ in columns, else in rows
         cached: dict[tuple[int, ...], int] = {}  # bytes of panels, the least recent first
         found: list[float] = []
         for first in range(0, len(self.order), self.clusters):
             wave = self.order[first : first + self.clusters]
-            panels = {(x.distance, x.block): high for x in wave} | {(x.column,): wide for x in wave}
+            panels = {(0, 0 if own_rows else x.distance, x.block): high for x in wave}
+            panels |= {(1, x.distance if own_rows else 0, x.column): wide for x in wave}
             missing = sum(size for panel, size in panels.items() if panel not in cached)
             cached = {panel: size for panel, size in cached.items() if panel not in panels} | panels
             while sum(cached.values()) > self.costs.cache:

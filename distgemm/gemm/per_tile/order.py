@@ -22,12 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from distgemm.plan.ops import Gemm
 from distgemm.plan.plan import Plan, PlanError, once_for_structure
 
-__all__ = ["RANKS", "Piece", "PieceOrder", "TileCluster", "TileOrder", "distances_of"]
+__all__ = ["RANKS", "Piece", "PieceOrder", "Slice", "TileCluster", "TileOrder", "distances_of"]
 
 RANKS = 72
 """The most ranks of one kernel. kRanks of tile_order.cuh."""
@@ -61,6 +61,18 @@ class Piece(NamedTuple):
     slice: int
 
 
+class Slice(NamedTuple):
+    """A slice along k of a tile's sum.
+
+    Attributes:
+        distance: the columns of A are those of the rank so far behind this one.
+        number: of the slice among these columns.
+    """
+
+    distance: int
+    number: int
+
+
 @dataclass(frozen=True)
 class TileOrder:
     """The order of a rank's tiles. All ranks have the same.
@@ -72,6 +84,7 @@ class TileOrder:
         group: rows of clusters that are multiplied in turn.
         lead: units by which own tiles come earlier or later than the tiles of other shards.
         own_first: whether they come earlier.
+        own_only: whether the rank multiplies its own shard only. Own tiles then come first, all of them.
 
     Raises:
         ValueError: for distances that are not those of all other ranks, and for numbers out of range.
@@ -83,6 +96,7 @@ class TileOrder:
     group: int
     lead: int
     own_first: bool
+    own_only: bool = False
 
     def __post_init__(self) -> None:
         if sorted(self.distances) != list(range(1, self.ranks)) or self.ranks > RANKS:
@@ -92,10 +106,12 @@ class TileOrder:
                 "blocks, columns and group are integers >= 1, and lead is one from 0 to blocks * columns; got "
                 f"{self.blocks}, {self.columns}, {self.group} and {self.lead}"
             )
+        if self.own_only and not (self.own_first and self.lead == self.units):
+            raise ValueError(f"if own tiles are the only ones, they come first, by {self.units} units: got {self}")
 
     @property
     def ranks(self) -> int:
-        """Number of ranks, and of shards."""
+        """Number of ranks."""
         return len(self.distances) + 1
 
     @property
@@ -104,9 +120,14 @@ class TileOrder:
         return self.blocks * self.columns
 
     @property
+    def shards(self) -> int:
+        """Number of shards whose tiles a rank multiplies."""
+        return 1 if self.own_only else self.ranks
+
+    @property
     def clusters(self) -> int:
         """Number of clusters of tiles, and of tickets for them."""
-        return self.ranks * self.units
+        return self.shards * self.units
 
     def at(self, ticket: int) -> TileCluster:
         """The tiles of a ticket, from 0. tile_order.cuh computes the same."""
@@ -167,24 +188,35 @@ class PieceOrder:
         slice_, row = divmod(place - first * self.slices, min(self.group, self.rows - first))
         return Piece(self.distances[receiver], first + row, slice_)
 
+    def slice_of_sum(self, number: int) -> Slice:
+        """A slice, from 0, of a sum over the columns of all ranks: own ones, then others as they are sent.
+
+        tile_order.cuh computes the same.
+        """
+        if number < self.slices:
+            return Slice(0, number)
+        slice_, peer = divmod(number - self.slices, len(self.distances))
+        return Slice(self.distances[peer], slice_)
+
 
 @once_for_structure
-def distances_of(plan: Plan) -> tuple[int, ...]:
-    """The distances of the other ranks' shards of mode m, in the order in which a plan multiplies them.
+def distances_of(plan: Plan, mode: Literal["m", "n", "k"] = "m") -> tuple[int, ...]:
+    """The distances of the other ranks' shards of a mode, in the order in which a plan multiplies them.
 
     Raises:
         PlanError: if ranks differ in them, or if a rank does not multiply one whole shard in each iteration.
     """
     ranks, found = plan.world_size, set()
     for rank in range(ranks):
-        tiles = [op.tile.m for op in plan.ops(rank) if isinstance(op, Gemm)]
+        tiles = [getattr(op.tile, mode) for op in plan.ops(rank) if isinstance(op, Gemm)]
         found.add(tuple((tile - rank) % ranks for tile in tiles))
     (distances, *others) = found
-    if others or plan.grid.m != ranks or sorted(distances) != list(range(ranks)):
+    if others or getattr(plan.grid, mode) != ranks or sorted(distances) != list(range(ranks)):
+        what = {"m": "rows", "n": "columns", "k": "columns of A"}[mode]
         raise PlanError(
-            f"{plan.schedule} is not executed per tile: each rank multiplies one shard of rows in each iteration, all "
-            "ranks at the same distances. A schedule like all_gather_1d_tiling_cd_rotating_a, "
-            "reduce_scatter_1d_pairwise_a or all_reduce_1d_pairwise_a with chunks=1 works, or "
-            "execution='multi_kernel'"
+            f"{plan.schedule} is not executed per tile: each rank multiplies one shard of {what} in each iteration, "
+            "all ranks at the same distances. A schedule like all_gather_1d_tiling_cd_rotating_a, "
+            "reduce_scatter_1d_pairwise_a, all_reduce_1d_pairwise_a, all_to_all_1d_rotating_d or "
+            "all_to_all_1d_rotating_a with chunks=1 works, or execution='multi_kernel'"
         )
     return tuple(x for x in distances if x)

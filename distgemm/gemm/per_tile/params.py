@@ -41,14 +41,14 @@ class Order(ctypes.Structure):
     """struct TileOrder."""
 
     _fields_ = (
-        *_fields(ctypes.c_uint32, "ranks", "blocks", "columns", "group", "lead"),
+        *_fields(ctypes.c_uint32, "ranks", "blocks", "columns", "group", "lead", "shards"),
         ("distances", ctypes.c_uint8 * RANKS),
     )
 
     @classmethod
     def of(cls, order: TileOrder) -> Order:
         """The struct of an order."""
-        found = cls(order.ranks, order.blocks, order.columns, order.group, order.lead)
+        found = cls(order.ranks, order.blocks, order.columns, order.group, order.lead, order.shards)
         found.distances[: order.ranks - 1] = order.distances
         return found
 
@@ -124,7 +124,7 @@ class Params(ctypes.Structure):
         *_fields(ctypes.c_int64, "shard_stride", "gathered_stride"),
         *_fields(ctypes.c_int32, "m", "n", "k"),
         *_fields(ctypes.c_uint32, "slices", "picoseconds_per_kib"),
-        ("padding", ctypes.c_uint32 * 21),
+        ("padding", ctypes.c_uint32 * 19),
     )
 
     @classmethod

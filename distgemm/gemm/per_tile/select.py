@@ -26,11 +26,18 @@ CONFIGS = (
 """Those that are worth a try, from large products to small ones. The last one is for shards of 64 rows."""
 LARGE, WIDE, SMALL = CONFIGS[:3]
 SPEEDS = {LARGE: 0.96, WIDE: 0.93, SMALL: 0.85}
-"""Of a whole wave of tiles of a gather, as shares of the GPU's rate."""
+"""Of a whole wave of tiles without sums, as shares of the GPU's rate."""
 SHORT_K = 2048
 """Elements of k, below which a reduction has tiles of 128x128."""
-EPILOGUE_STAGES: dict[Pattern, tuple[int, int]] = {"ag+gemm": (1, 2), "gemm+rs": (1, 4), "gemm+ar": (1, 3)}
-"""Of a cooperative kernel, and of a pingpong kernel: the fastest ones in docs/per_tile.md."""
+EPILOGUE_STAGES: dict[Pattern, tuple[int, int]] = {
+    "ag+gemm": (1, 2),
+    "gemm+rs": (1, 4),
+    "gemm+ar": (1, 3),
+    "gemm+a2a": (1, 3),
+    "a2a+gemm": (1, 2),
+}
+"""Of a cooperative kernel, and of a pingpong kernel: the fastest ones in docs/per_tile.md. All-to-alls have not been
+measured: theirs are those of the kernels whose warp 1 does the same."""
 ROW_BYTES = 16
 """Bytes that divide each row which TMA copies."""
 
@@ -40,12 +47,12 @@ def select_config(pattern: Pattern, m: int, n: int, k: int, *, turned_b: bool = 
 
     Args:
         pattern: the pattern.
-        m: rows of all shards together.
+        m: rows of all shards that a rank multiplies, together.
         n: columns of D on a rank.
-        k: extent of the sum on a rank.
+        k: columns of A on a rank.
         turned_b: whether columns of B are contiguous. WIDE cannot load them.
     """
-    if pattern != "ag+gemm":
+    if pattern in {"gemm+rs", "gemm+ar"}:
         return LARGE if k >= SHORT_K else SMALL
 
     def cost(config: str) -> float:
@@ -84,11 +91,11 @@ def traits_of(
             f"a per-tile kernel has 64 elements of k in a stage, and a configuration like {LARGE} or {SMALL} with "
             f"nothing behind it, got {config}"
         )
-    pingpong, gathers = found.kernel_schedule == "pingpong", pattern == "ag+gemm"
+    pingpong = found.kernel_schedule == "pingpong"
     return KernelTraits(
         *(pattern, found.tile[:2], found.cluster, pingpong, dtype, out_dtype, partial_dtype),
         b_major="n" if turned_b else "k",
-        sends=gathers,
+        sends=pattern in {"ag+gemm", "a2a+gemm"},
         epilogue_stages=EPILOGUE_STAGES[pattern][pingpong],
     )
 
@@ -125,22 +132,26 @@ def gemm_of(plan: Plan, config: str | None = None, *, turned_b: bool = False) ->
     pattern = _pattern_of(plan)
     if pattern is None:
         raise refuse(
-            "its ranks hold equal shards: of rows of A and of columns of D for a gather, else of k, with rows of D or "
-            f"all of D. Rank 0 holds A {plan.box('A', 0)[1:]}, B {plan.box('B', 0)[1:]}, D {plan.box('D', 0)[1:]} of "
+            "its ranks hold equal shards: of rows of A and of columns of D for a gather, of k for a reduction, with "
+            "rows of D or all of D; for an all-to-all of rows of A or D and columns of the other one, with all of B. "
+            f"Rank 0 holds A {plan.box('A', 0)[1:]}, B {plan.box('B', 0)[1:]}, D {plan.box('D', 0)[1:]} of "
             f"m={problem.m}, n={problem.n}, k={problem.k}",
-            "take a schedule that gathers A or scatters rows of D, and extents that the number of ranks divides; or "
-            "execution='multi_kernel'",
+            "take a schedule that gathers A, scatters rows of D or exchanges A or D, without copies, and extents that "
+            "the number of ranks divides; or execution='multi_kernel'",
         )
     m, k = problem.m // ranks, plan.shard_shape("A", 0)[1]
-    n = plan.shard_shape("B", 0)[0]
+    n = plan.shard_shape("D", 0)[1]
     for what, columns, dtype in (("A and B", k, problem.dtype), ("D", n, out_dtype)):
         if columns * DTYPE_BYTES[dtype] % ROW_BYTES:
             raise refuse(
                 f"rows of {what} are multiples of {ROW_BYTES} bytes, got {columns} columns of {dtype} on a rank",
                 f"pad them to a multiple of {ROW_BYTES // DTYPE_BYTES[dtype]}",
             )
-    distances = distances_of(plan)
-    config = config or select_config(pattern, problem.m, n, k, turned_b=turned_b)
+    distances = distances_of(plan, "n" if pattern == "gemm+a2a" else "k" if pattern == "a2a+gemm" else "m")
+    if pattern == "gemm+a2a":
+        partial_dtype = out_dtype  # nothing is added to what a rank sends but the terms
+    rows = m if pattern == "a2a+gemm" else problem.m
+    config = config or select_config(pattern, rows, n, k, turned_b=turned_b)
     try:
         traits = traits_of(config, pattern, problem.dtype, out_dtype, partial_dtype, turned_b)
     except ValueError as error:

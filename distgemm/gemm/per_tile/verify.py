@@ -59,8 +59,10 @@ def prove(gemm: RankGemm) -> Proof:
         PlanError: naming what is wrong, and the first rank and tile of which that is so.
     """
     tiles = _Tiles(gemm)
-    if gemm.traits.pattern == "ag+gemm":
+    if gemm.traits.gathers:
         return _prove_gather(gemm, tiles)
+    if gemm.traits.pattern == "gemm+a2a":
+        return _prove_to_owners(gemm, tiles)
     return _prove_reduction(gemm, tiles)
 
 
@@ -87,7 +89,7 @@ class _Tiles:
             raise PlanError(
                 f"{self.rows}x{self.columns} tiles of {tile_m}x{tile_n} do not cover a shard of {gemm.m}x{gemm.n}"
             )
-        shape = (order.ranks, self.rows, self.columns)
+        shape = (order.shards, self.rows, self.columns)
         _once("each rank multiplies", _index((self.distance, self.row, self.column), shape, "a tile"), shape)
 
     def numbers(self) -> Numbers:
@@ -106,15 +108,21 @@ def _prove_gather(gemm: RankGemm, tiles: _Tiles) -> Proof:
     senders = np.arange(ranks)[:, None]
     slots = _index(((senders - distance) % ranks, distance - 1, row, piece), shape, "a slot")
     _once("at (rank, peer - 1, row, slice), peers write", slots, shape)
-    # A tile waits for the pieces of its rows. Rows that do not exist have none.
-    received, down = tiles.distance > 0, gemm.traits.tile[0] // PIECE_ROWS
-    found = np.zeros((ranks - 1, tiles.rows * down), dtype=np.int64)
+    # A tile waits for the pieces of its rows: of all slices of its shard, or of all ranks. Rows that do not exist have
+    # none.
+    slices, added = 1, np.zeros((1, 2), dtype=np.int64)
+    if gemm.traits.pattern == "a2a+gemm":
+        slices = pieces.slices
+        added = np.array([pieces.slice_of_sum(number) for number in range(ranks * slices)], dtype=np.int64)
+    down = gemm.traits.tile[0] // PIECE_ROWS
+    found = np.zeros((ranks, tiles.rows * down, slices), dtype=np.int64)
     for i in range(down):
-        np.add.at(found, (tiles.distance[received] - 1, tiles.row[received] * down + i), 1)
-    found = found[:, : pieces.rows]
+        rows = (tiles.row * down + i)[:, None]
+        np.add.at(found, (tiles.distance[:, None] + added[:, 0], rows, added[:, 1]), 1)
+    found = found[1:, : pieces.rows]
     if (found != tiles.columns).any():
         raise PlanError(f"pieces are read by all {tiles.columns} tiles of their row, got {found.min()}")
-    return Proof(ranks * len(tiles.ticket), slots.size, ranks * int(found.sum()) * pieces.slices)
+    return Proof(ranks * len(tiles.ticket), slots.size, ranks * int(found.sum()) * pieces.slices // slices)
 
 
 def _prove_reduction(gemm: RankGemm, tiles: _Tiles) -> Proof:
@@ -122,12 +130,8 @@ def _prove_reduction(gemm: RankGemm, tiles: _Tiles) -> Proof:
     own = tiles.distance == 0
     shape = (ranks, ranks - 1, tiles.rows, tiles.columns)
     number, of_rank = tiles.numbers(), np.arange(ranks)[:, None]
-    # Partial sums: rank r stores at the rank d behind it, for which r is N - d behind.
-    distance, ticket = tiles.distance[~own], tiles.ticket[~own]
-    slots = _index(
-        ((of_rank + distance) % ranks, ranks - distance - 1, tiles.row[~own], tiles.column[~own]), shape, "a sum"
-    )
-    _once("at (rank, peer - 1, row, column), peers store sums", slots, shape)
+    ticket = tiles.ticket[~own]
+    slots = _stored(tiles, shape, "sum")
     made = np.empty(slots.size, dtype=np.int64)
     made[slots] = np.tile(ticket, ranks)
     made = made.reshape(ranks, ranks - 1, tiles.rows * tiles.columns)[:, :, number[own]]
@@ -150,14 +154,37 @@ def _prove_reduction(gemm: RankGemm, tiles: _Tiles) -> Proof:
         ((of_rank - distances) % ranks, distances - 1, tiles.row[own], tiles.column[own]), shape, "a result"
     )
     _once("at (rank, peer - 1, row, column), owners store results", results, shape)
+    _prove_takers(gemm, shape[2:])
+    return Proof(proof.tiles, 2 * count, 2 * count)
+
+
+def _prove_to_owners(gemm: RankGemm, tiles: _Tiles) -> Proof:
+    shape = (gemm.ranks, gemm.ranks - 1, tiles.rows, tiles.columns)
+    count = _stored(tiles, shape, "result").size * gemm.traits.parts
+    _prove_takers(gemm, shape[2:])
+    return Proof(gemm.ranks * len(tiles.ticket), count, count)
+
+
+def _stored(tiles: _Tiles, shape: tuple[int, ...], what: str) -> Numbers:
+    """The slots in which ranks store the tiles of others' shards: rank r at the rank d behind it, which sees r N - d
+    behind itself. Raises PlanError if a slot is not stored once."""
+    ranks, other = shape[0], tiles.distance > 0
+    receiver = (np.arange(ranks)[:, None] + tiles.distance[other]) % ranks
+    places = receiver, ranks - tiles.distance[other] - 1, tiles.row[other], tiles.column[other]
+    slots = _index(places, shape, f"a {what}")
+    _once(f"at (rank, peer - 1, row, column), peers store {what}s", slots, shape)
+    return slots
+
+
+def _prove_takers(gemm: RankGemm, shape: tuple[int, ...]) -> None:
+    """Takers of results know the order of their makers' units."""
     order, (down, across) = gemm.order, gemm.traits.cluster
     taken = []
     for unit in range(order.units):
         _, block, column = order.of_unit(1, unit)
         taken += [(block * down + i % down, column * across + i // down) for i in range(down * across)]
     takes = np.array(taken, dtype=np.int64).T
-    _once("takers take", _index((takes[0], takes[1]), shape[2:], "a result"), shape[2:])
-    return Proof(proof.tiles, 2 * count, 2 * count)
+    _once("takers take", _index((takes[0], takes[1]), shape, "a result"), shape)
 
 
 def _index(places: tuple[Numbers, ...], shape: tuple[int, ...], what: str) -> Numbers:

@@ -1,0 +1,209 @@
+"""What per_tile.cu does with its parameters, on a CPU: descriptors, slots and orders give the results of each pattern.
+
+The ranks share a process, and one thread does their steps in turn. Which matrix of a descriptor a tile has, and which
+slot, is computed as in the kernel. Tiles are multiplied with what descriptors address.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from distgemm.gemm.per_tile import params as structs
+from distgemm.gemm.per_tile.bind import RankGemm, Space, params_of
+from distgemm.gemm.per_tile.kernel import PATTERN_NUMBERS, PIECE_BYTES, PIECE_ROWS, KernelTraits
+from distgemm.schedulers import Pattern
+from tests.unit.test_cuda_per_tile import Driver
+from tests.unit.test_gemm_parameters import Recorded
+
+Tensor = torch.Tensor
+M, N, K = 72, 136, 328
+"""Of a rank: rows of a shard, columns of D, columns of A. Tiles and slices lie partly outside."""
+
+
+class Tile:
+    """A tile of a rank.
+
+    Attributes:
+        distance, row, column: as in the kernel.
+        rows, columns: of it in its shard, without those outside.
+        number: of it in its shard.
+    """
+
+    def __init__(self, gemm: RankGemm, distance: int, block: int, column: int, number: int) -> None:
+        (height, width), (down, across) = gemm.traits.tile, gemm.traits.cluster
+        self.distance, self.row, self.column = distance, block * down + number % down, column * across + number // down
+        self.rows = slice(self.row * height, min(self.row * height + height, gemm.m))
+        self.columns = slice(self.column * width, min(self.column * width + width, gemm.n))
+        self.number = self.row * gemm.order.columns * across + self.column
+
+
+def described(descriptor: structs.Descriptor) -> Tensor:
+    """The matrices of a descriptor: (number, other mode, contiguous mode)."""
+    found = Recorded.from_buffer_copy(descriptor)
+    shape, strides = tuple(reversed(found.extents)), (found.strides[1] // 2, found.strides[0] // 2, 1)
+    size = 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+    memory = (ctypes.c_uint16 * size).from_address(found.address)
+    return torch.frombuffer(memory, dtype=torch.bfloat16).as_strided(shape, strides)
+
+
+class Ranks:
+    """The ranks of a pattern, each with its tensors and its workspace."""
+
+    def __init__(self, gemm: RankGemm, tensors: list[dict[str, Tensor]]) -> None:
+        self.gemm, self.ranks, self.pattern = gemm, gemm.ranks, gemm.traits.pattern
+        self.tensors = tensors
+        self.memory = [
+            torch.full((Space((), 0, gemm.flags, gemm.slot_bytes).size // 2,), float("nan")).bfloat16() for _ in tensors
+        ]
+        bases = [memory.data_ptr() for memory in self.memory]
+        self.params = [
+            params_of(gemm, Space(bases, rank, gemm.flags, gemm.slot_bytes), **given)
+            for rank, given in enumerate(tensors)
+        ]
+        self.slots: dict[tuple[int, int], Tensor] = {}  # by rank and number
+
+    def tiles(self, own: bool) -> Iterator[Tile]:
+        size = self.gemm.traits.cluster[0] * self.gemm.traits.cluster[1]
+        for distance, block, column in self.gemm.order:
+            if own == (distance == 0):
+                yield from (Tile(self.gemm, distance, block, column, number) for number in range(size))
+
+    def send(self, rank: int) -> None:
+        """Warp 1 of a kernel that gathers: pieces go to slots of the receivers."""
+        gemm, params = self.gemm, self.params[rank]
+        shard = self.tensors[rank]["a"]
+        assert (params.shard, params.shard_stride) == (shard.data_ptr(), shard.stride(0))
+        for number in range(gemm.pieces.pieces):
+            piece = gemm.pieces.at(number)
+            peer = (rank + self.ranks - piece.distance) % self.ranks
+            first = peer * gemm.m if self.pattern == "a2a+gemm" else 0
+            slots = self.memory[peer][params.workspaces.slots // 2 :]  # of the first buffer
+            slots = slots[(piece.distance - 1) * gemm.m * gemm.k :][: gemm.m * gemm.k].view(gemm.m, gemm.k)
+            rows = slice(piece.row * PIECE_ROWS, min(piece.row * PIECE_ROWS + PIECE_ROWS, gemm.m))
+            columns = slice(piece.slice * PIECE_BYTES // 2, (piece.slice + 1) * PIECE_BYTES // 2)
+            assert slots[rows, columns].isnan().all()
+            slots[rows, columns] = shard[first : first + gemm.m][rows, columns]
+
+    def product(self, rank: int, tile: Tile) -> Tensor:
+        """A tile's sum over its slices."""
+        gemm, params = self.gemm, self.params[rank]
+        a, received, b = described(params.a), None, described(params.b)
+        if gemm.traits.gathers:
+            received = described(params.received[0])
+        from_holders = self.pattern == "a2a+gemm"
+        count = params.slices * (self.ranks if from_holders else 1)
+        total: Any = 0
+        for number in range(count):
+            distance, piece = gemm.pieces.slice_of_sum(number) if from_holders else (tile.distance, number)
+            k, owner = slice(piece * PIECE_BYTES // 2, (piece + 1) * PIECE_BYTES // 2), (rank + distance) % self.ranks
+            if gemm.traits.gathers and distance:
+                assert received is not None
+                of_a = received[distance - 1]
+            else:
+                of_a = a[owner if self.pattern in {"gemm+rs", "gemm+ar", "a2a+gemm"} else 0]
+            of_b = b[owner if self.pattern in {"gemm+a2a", "a2a+gemm"} else 0]
+            of_a = of_a if gemm.traits.a_major == "k" else of_a.T
+            of_b = of_b if gemm.traits.b_major == "k" else of_b.T
+            total = total + of_a[tile.rows, k].float() @ of_b[tile.columns, k].float().T
+        return total
+
+    def slot(self, distance: int, tile: Tile, results: bool = False) -> int:
+        return (distance - 1 + results * (self.ranks - 1)) * self.gemm.parts // self.gemm.traits.parts + tile.number
+
+    def store(self, rank: int, slot: int, what: Tensor) -> None:
+        assert (rank, slot) not in self.slots and slot < self.gemm.flags // self.gemm.traits.parts
+        self.slots[rank, slot] = what
+
+    def write(self, rank: int, tile: Tile, what: Tensor) -> None:
+        own_rows = self.pattern in {"gemm+rs", "a2a+gemm"}
+        matrix = described(self.params[rank].d)[0 if own_rows else (rank + tile.distance) % self.ranks]
+        assert matrix[tile.rows, tile.columns].isnan().all()
+        matrix[tile.rows, tile.columns] = what.bfloat16()
+
+    def run(self) -> None:
+        everyone, gathers = range(self.ranks), self.gemm.traits.gathers
+        for rank in everyone:
+            if gathers:
+                self.send(rank)
+        for rank in everyone:
+            for tile in self.tiles(own=False):
+                found = self.product(rank, tile)
+                if gathers:
+                    self.write(rank, tile, found)
+                else:
+                    self.store((rank + tile.distance) % self.ranks, self.slot(self.ranks - tile.distance, tile), found)
+        for rank in everyone:
+            for tile in self.tiles(own=True):
+                found = self.product(rank, tile)
+                for distance in range(1, self.ranks if self.pattern in {"gemm+rs", "gemm+ar"} else 0):
+                    found = found + self.slots.pop((rank, self.slot(distance, tile)))
+                self.write(rank, tile, found)
+                for distance in range(1, self.ranks if self.pattern == "gemm+ar" else 0):
+                    self.store((rank - distance) % self.ranks, self.slot(distance, tile, results=True), found)
+        if self.pattern in {"gemm+ar", "gemm+a2a"}:
+            for rank in everyone:
+                for distance in range(1, self.ranks):
+                    for tile in self.tiles(own=True):
+                        tile.distance = distance
+                        self.write(
+                            rank, tile, self.slots.pop((rank, self.slot(distance, tile, self.pattern == "gemm+ar")))
+                        )
+        assert not self.slots
+
+
+def drawn(pattern: Pattern, ranks: int) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
+    """The tensors of each rank, and its D."""
+    chance = torch.Generator().manual_seed(0)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randint(-1, 2, shape, generator=chance).bfloat16()
+
+    def product(x: Tensor, y: Tensor) -> Tensor:
+        return (x.float() @ y.float().T).bfloat16()
+
+    if pattern == "ag+gemm":
+        a, b = numbers(M * ranks, K), numbers(N * ranks, K)
+        parts, wanted = (a.chunk(ranks), b.chunk(ranks)), product(a, b).chunk(ranks, 1)
+    elif pattern == "gemm+a2a":
+        a, b = numbers(M * ranks, K), numbers(N * ranks, K)
+        parts, wanted = (a.chunk(ranks), [b] * ranks), product(a, b).chunk(ranks, 1)
+    elif pattern == "a2a+gemm":
+        a, b = numbers(M * ranks, K * ranks), numbers(N, K * ranks)
+        parts, wanted = (a.chunk(ranks, 1), [b] * ranks), product(a, b).chunk(ranks)
+    else:
+        a, b = numbers(M * ranks, K * ranks), numbers(N, K * ranks)
+        every = product(a, b)
+        parts = a.chunk(ranks, 1), b.chunk(ranks, 1)
+        wanted = every.chunk(ranks) if pattern == "gemm+rs" else [every] * ranks
+    tensors = []
+    for x, y, d in zip(*parts, wanted, strict=True):
+        tensors.append({"a": x.contiguous(), "b": y.contiguous(), "d": torch.full_like(d, float("nan")).contiguous()})
+    return tensors, list(wanted)
+
+
+@pytest.mark.parametrize("pattern", PATTERN_NUMBERS)
+@pytest.mark.parametrize(("a_major", "b_major"), [("k", "k"), ("k", "n"), ("m", "k")])
+@pytest.mark.parametrize("distances", [(1,), (2, 3, 1)], ids=str)
+def test_results(
+    pattern: Pattern, a_major: Any, b_major: Any, distances: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sends = pattern in {"ag+gemm", "a2a+gemm"}
+    if sends and a_major == "m":
+        pytest.skip("a gather sends rows")
+    monkeypatch.setattr(structs, "libcuda", Driver)
+    traits = KernelTraits(pattern, (64, 128), (2, 1), True, a_major=a_major, b_major=b_major, sends=sends)
+    gemm = RankGemm(traits, distances, M, N, K)
+    tensors, wanted = drawn(pattern, gemm.ranks)
+    for given in tensors:
+        if a_major == "m":
+            given["a"] = given["a"].T.contiguous().T
+        if b_major == "n":
+            given["b"] = given["b"].T.contiguous().T
+    Ranks(gemm, tensors).run()
+    for given, d in zip(tensors, wanted, strict=True):
+        assert torch.equal(given["d"], d)
