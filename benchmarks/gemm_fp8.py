@@ -2,21 +2,28 @@
 
     python benchmarks/gemm_fp8.py --compile-only      # on CPUs, for Hopper
     python benchmarks/gemm_fp8.py --json benchmarks/results/gemm_fp8_h100.json
+    python benchmarks/gemm_fp8.py --fit benchmarks/results/gemm_fp8_h100.json  # rates for distgemm/gemm/tiles.py
 
 The shapes are those of one of 8 ranks in the layers of Llama 3; results are in bf16. torch's is `torch._scaled_mm` with
 `use_fast_accum=False`, which moves sums to float32 after every 128 of k as these kernels do, and for blocks
 `torch.nn.functional.scaled_mm`. Scales lie as each of them wants them. No time of a product counts quantising;
 "quantize" is what torch takes for A. Methods run in CUDA graphs, interleaved round by round. Rows that the file has
 already are not measured again.
+
+`--fit` takes for each tile the rate with the least squares of errors, where an error is the logarithm of estimated over
+measured time. It holds out every second shape first, and then takes all. It prints how much slower selected tiles are
+than the fastest ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +38,8 @@ from distgemm.fp8 import Quantized
 from distgemm.gemm import GemmTensors, bind
 from distgemm.gemm.cutlass import CutlassProvider, kernel_source
 from distgemm.gemm.nvcc import build
-from distgemm.gemm.spec import GemmConfig
+from distgemm.gemm.select import estimate, tile_of, work
+from distgemm.gemm.spec import GemmConfig, GemmSpec, MatrixSpec
 from distgemm.gemm.tensors import spec_of
 from distgemm.measure.models import MODELS
 from distgemm.measure.timing import time_launches
@@ -58,9 +66,10 @@ def tensors_of(m: int, n: int, k: int, name: str, device: str) -> tuple[GemmTens
     return found, a, b
 
 
-def configs_of(tensors: GemmTensors, provider: CutlassProvider) -> list[GemmConfig]:
-    """All configurations with TMA, the default first."""
-    return [one for one in provider.configs(spec_of(tensors)) if one.kernel_schedule != "plain"]
+def configs_of(tensors: GemmTensors, provider: CutlassProvider, swizzles: Sequence[int] = (1,)) -> list[GemmConfig]:
+    """All configurations with TMA, the default first, with stripes of tiles of these widths."""
+    found = [one for one in provider.configs(spec_of(tensors)) if one.kernel_schedule != "plain"]
+    return [replace(one, swizzle=swizzle) for swizzle in swizzles for one in found]
 
 
 def torch_method(a: Quantized, b: Quantized, name: str) -> Callable[[], torch.Tensor]:
@@ -76,12 +85,12 @@ def torch_method(a: Quantized, b: Quantized, name: str) -> Callable[[], torch.Te
     return lambda: functional.scaled_mm(*codes, scale_a, part, scale_b, square, output_dtype=torch.bfloat16)
 
 
-def measure(m: int, n: int, k: int, name: str, rounds: int) -> dict[str, Any]:
+def measure(m: int, n: int, k: int, name: str, rounds: int, swizzles: Sequence[int]) -> dict[str, Any]:
     """A row: times of all methods, and why others have none."""
     tensors, a, b = tensors_of(m, n, k, name, "cuda")
     rows = Quantized(a.codes[:CHECKED_ROWS], a.scales[:CHECKED_ROWS], a.scaling)
     wanted = fp8.dequantize(rows, torch.float32) @ fp8.dequantize(b, torch.float32).t()
-    configs = configs_of(tensors, CutlassProvider())
+    configs = configs_of(tensors, CutlassProvider(), swizzles)
     methods: dict[str, Callable[[], Any]] = {"torch": torch_method(a, b, name)}
     methods |= {str(config): bind(tensors, config=config) for config in configs}
     errors = {}
@@ -121,12 +130,19 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8, help="ranks that share a layer")
     parser.add_argument("--scalings", nargs="+", choices=SCALES, default=list(SCALES))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--swizzles", type=int, nargs="+", default=[1], help="widths of stripes of tiles, each measured (%(default)s)"
+    )
     parser.add_argument("--seconds", type=float, default=150.0, help="no row is begun after so long")
     parser.add_argument(
         "--compile-only", action="store_true", help="compile the kernels for Hopper and measure nothing"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="where rows are kept")
+    parser.add_argument("--fit", type=Path, metavar="FILE", help="fit rates of tiles to its rows; needs no GPU")
     args = parser.parse_args()
+    if args.fit:
+        fit(json.loads(args.fit.read_text())["rows"])
+        return
     shapes = dict.fromkeys(
         layer.local(m, args.ranks) for m in args.m for name in args.models for layer in MODELS[name].layers
     )
@@ -143,11 +159,72 @@ def main() -> None:
     for m, n, k, name in track(todo, description="measuring", console=Console(stderr=True)):
         if time.monotonic() > end:
             break
-        rows.append(measure(m, n, k, name, args.rounds))
+        rows.append(measure(m, n, k, name, args.rounds, args.swizzles))
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text(json.dumps(machine | {"rows": rows}, indent=1) + "\n")
     report(rows)
+
+
+def spec_of_row(row: dict[str, Any]) -> GemmSpec:
+    """What a row measured."""
+    m, n, k = row["m"], row["n"], row["k"]
+    scales = {"tensorwise": ("tensor", "tensor"), "rowwise": ("row", "row"), "blockwise": ("1x128", "128x128")}
+    a, b = (MatrixSpec("float8_e4m3fn", rows, k) for rows in (m, n))
+    scale_a, scale_b = scales[row["scaling"]]
+    return GemmSpec(a, b, MatrixSpec("bfloat16", m, n), scale_a=scale_a, scale_b=scale_b)
+
+
+def times_of(row: dict[str, Any]) -> dict[GemmConfig, float]:
+    """The times of a row's configurations without stripes of tiles, ms."""
+    times = {GemmConfig.parse(name): ms for name, ms in row["ms"].items() if name not in ("torch", "quantize")}
+    return {config: ms for config, ms in times.items() if config.swizzle == 1}
+
+
+def excess(row: dict[str, Any], rates: Mapping[Any, float] | None = None) -> float:
+    """The time of the configuration that is selected, over that of the fastest one.
+
+    Args:
+        row: with their times.
+        rates: of tiles, by kernel schedule, m and n; None: those of the package.
+    """
+    times, spec = times_of(row), spec_of_row(row)
+
+    def estimated(config: GemmConfig) -> float:
+        return estimate(spec, config) if rates is None else work(spec, config) / rates[tile_of(config)]
+
+    listed = [config for config in CutlassProvider("90a").configs(spec) if config in times]
+    return times[min(listed, key=estimated)] / min(times.values())
+
+
+def fit(rows: list[dict[str, Any]]) -> None:
+    """Print the rates of tiles that fit rows, without and with scales of blocks."""
+    for blocks in (False, True):
+        own = [row for row in rows if (row["scaling"] == "blockwise") == blocks]
+        shapes = sorted({(row["m"], row["n"], row["k"]) for row in own})
+        half = [row for row in own if shapes.index((row["m"], row["n"], row["k"])) % 2 == 0]
+        rest = [row for row in own if row not in half]
+        print("with scales of blocks" if blocks else "without scales of blocks")
+        for name, fitted, held_out in (("every second shape", half, rest), ("all shapes", own, [])):
+            rates = rates_of(fitted)
+            found = {"fitted": fitted, "held out": held_out}
+            for what, which in found.items():
+                if which:
+                    slower = [excess(row, rates) for row in which]
+                    print(f"  {name}, {what}: {statistics.geometric_mean(slower):.4f}, most {max(slower):.4f}")
+        for (schedule, m, n), rate in rates.items():
+            print(f"  {schedule} {m}x{n}: {rate:.3f}")
+
+
+def rates_of(rows: list[dict[str, Any]]) -> dict[tuple[str, int, int], float]:
+    """The rates of tiles that fit rows, as shares of the highest one."""
+    errors: dict[tuple[str, int, int], list[float]] = {}
+    for row in rows:
+        spec = spec_of_row(row)
+        for config, ms in times_of(row).items():
+            errors.setdefault(tile_of(config), []).append(math.log(work(spec, config) / ms))
+    means = {tile: statistics.mean(found) for tile, found in errors.items()}
+    return {tile: math.exp(mean - max(means.values())) for tile, mean in means.items()}
 
 
 def kept(path: Path | None, machine: dict[str, Any]) -> list[dict[str, Any]]:

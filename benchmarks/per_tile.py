@@ -3,6 +3,7 @@
     python benchmarks/per_tile.py --json FILE                one GPU, on which everything has arrived
     python benchmarks/per_tile.py --gpus 2 --json FILE       ranks of one process, one on each GPU
     python benchmarks/per_tile.py --variants ...             also variants of the fastest kernel of each row
+    python benchmarks/per_tile.py --only gemm+a2a a2a+gemm   all-to-alls: qkv and out, with whole weights on each rank
     python benchmarks/per_tile.py --build                    compile, and end
 
 With one GPU the kernel is that of rank 0 of 8. All its flags are set before, and its peers' memory is in this GPU: what
@@ -49,7 +50,13 @@ TOLERANCE = 0.02
 
 
 class Row(NamedTuple):
-    """A layer with so many tokens: the GEMM of each rank."""
+    """A layer with so many tokens: the GEMM of each rank.
+
+    Attributes:
+        m: tokens of all ranks.
+        n: columns of D on a rank.
+        k: columns of A on a rank.
+    """
 
     layer: str
     pattern: Pattern
@@ -59,8 +66,16 @@ class Row(NamedTuple):
 
     def link_us(self, ranks: int) -> float:
         """Time on the link, us."""
-        sent = {"ag+gemm": self.m * self.k, "gemm+rs": self.m * self.n, "gemm+ar": 2 * self.m * self.n}[self.pattern]
+        sent = self.m * (self.k if self.pattern in {"ag+gemm", "a2a+gemm"} else self.n)
+        sent *= 2 if self.pattern == "gemm+ar" else 1
         return sent * 2 * (ranks - 1) / ranks / LINK_GB_PER_S / 1e3
+
+    def shapes(self, ranks: int) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+        """Of a rank's A, B and D."""
+        own_a, own_d = self.pattern in {"ag+gemm", "gemm+a2a"}, self.pattern in {"gemm+rs", "a2a+gemm"}
+        of_n, of_k = (ranks if self.pattern == each else 1 for each in ("gemm+a2a", "a2a+gemm"))  # all of B
+        m = self.m // ranks
+        return (m if own_a else self.m, self.k), (self.n * of_n, self.k * of_k), (m if own_d else self.m, self.n)
 
 
 @dataclass(frozen=True)
@@ -108,7 +123,11 @@ VARIANTS: dict[Pattern, Sequence[Variant]] = {
     ),
     "gemm+rs": STORES,
     "gemm+ar": STORES,
+    "gemm+a2a": STORES,
+    "a2a+gemm": (Variant("gathered", gathers=True), *(Variant(f"group {x}", gemm={"group": x}) for x in (1, 2, 4))),
 }
+ALL_TO_ALLS: dict[tuple[str, Pattern], Pattern] = {("qkv", "ag+gemm"): "gemm+a2a", ("out", "gemm+rs"): "a2a+gemm"}
+"""Patterns of a layer whose ranks have whole weights. They are measured if --only names them."""
 
 
 def rows(tokens: Sequence[int], only: Sequence[str]) -> Iterator[Row]:
@@ -119,11 +138,15 @@ def rows(tokens: Sequence[int], only: Sequence[str]) -> Iterator[Row]:
                     row = Row(f"{name.removeprefix('llama-3-')} {layer.name}", pattern, *layer.local(m, TP))
                     if not only or row.layer in only or pattern in only:
                         yield row
+                    other = ALL_TO_ALLS.get((layer.name, pattern))
+                    if other is not None and other in only:
+                        yield row._replace(pattern=other)
 
 
 def kernels(row: Row, ranks: int, sends: bool) -> list[KernelTraits]:
     """Those that executables have; 64x128 with clusters of 1x2 only for shards of 64 rows."""
-    found = [traits_of(config, row.pattern) for config in (CONFIGS if row.m // ranks <= 64 else CONFIGS[:-1])]
+    configs = CONFIGS[row.pattern] if row.m // ranks <= 64 else CONFIGS[row.pattern][:-1]
+    found = [traits_of(config, row.pattern) for config in configs]
     return [replace(traits, sends=sends and traits.sends) for traits in found]
 
 
@@ -213,13 +236,14 @@ class _OneGpu(_Place):
 
     def __init__(self, row: Row) -> None:
         self.row, self.ranks = row, TP
-        self.a, self.b = (torch.randn(x, row.k, device="cuda", dtype=torch.bfloat16) for x in (row.m, row.n))
+        _, b, _ = row.shapes(TP)
+        self.a, self.b = (torch.randn(x, device="cuda", dtype=torch.bfloat16) for x in ((row.m, row.k), b))
         self.d = torch.empty(row.m, row.n, device="cuda", dtype=torch.bfloat16)
         self.gathered = torch.empty_like(self.a)
 
     def launch(self, traits: KernelTraits, variant: Variant) -> tuple[Launch, torch.Tensor]:
         row, gemm = self.row, self.gemm(traits, variant)
-        gathers = row.pattern == "ag+gemm"
+        gathers = gemm.traits.gathers
         layout = Space((), 0, gemm.flags, gemm.slot_bytes)
         memory = torch.zeros(TP, layout.size, dtype=torch.uint8, device="cuda")
         own = memory[0]
@@ -228,17 +252,20 @@ class _OneGpu(_Place):
         own[layout.slots_at :].view(torch.bfloat16).normal_()  # with zeros, a GPU draws less power and runs faster
         own[layout.flags_at : layout.flags_at + 2 * gemm.flags * 8].view(torch.int64).fill_(EPOCH)
         space = Space([x.data_ptr() for x in memory], 0, gemm.flags, gemm.slot_bytes)
-        shard = self.a[: gemm.m] if gathers else self.a
-        result = self.d[: gemm.m] if row.pattern == "gemm+rs" else self.d
+        (rows_of_a, _), _, (rows_of_d, _) = row.shapes(self.ranks)
+        shard, result = self.a[:rows_of_a], self.d[:rows_of_d]
         call = {"gb_per_s": 0.0 if gathers else RATES[row.pattern], **variant.call}
         if variant.gathers:
-            call["gathered"] = self.gathered
+            call["gathered"] = self.gathered if row.pattern == "ag+gemm" else self.gathered.view(gemm.m, -1)
         params = params_of(gemm, space, shard, self.b, result, epochs_a_replay=0, **call)
         sms = torch.cuda.get_device_properties(0).multi_processor_count
         return Launch(gemm.traits, params, sms, 0), memory
 
     def time(self, which: Mapping[str, tuple[KernelTraits, Variant]], rounds: int) -> dict[str, float]:
-        launches: dict[str, Any] = {"cublas": lambda: torch.mm(self.a, self.b.T, out=self.d)}
+        # The same work in one GEMM: of an all-to-all, this rank's rows and all of B.
+        a = self.a[: self.row.m // TP] if self.row.pattern == "gemm+a2a" else self.a.view(-1, self.b.shape[1])
+        d = self.d.flatten()[: len(a) * len(self.b)].view(len(a), len(self.b))
+        launches: dict[str, Any] = {"cublas": lambda: torch.mm(a, self.b.T, out=d)}
         kept = []
         for name, (traits, variant) in which.items():
             launches[name], memory = self.launch(traits, variant)
@@ -247,7 +274,7 @@ class _OneGpu(_Place):
         return {name: round(ms * 1e3, 1) for name, ms in zip(launches, times, strict=True)}
 
 
-TINY = tuple(Row("tiny", pattern, 128, 128, 64) for pattern in RATES)
+TINY = tuple(Row("tiny", pattern, 128, 128, 64) for pattern in ("ag+gemm", "gemm+rs", "gemm+ar"))
 
 
 def tiny_kernels(row: Row) -> dict[str, KernelTraits]:
@@ -275,13 +302,20 @@ class _Gpus(_Place):
         gathers, scatters = row.pattern == "ag+gemm", row.pattern == "gemm+rs"
         m = row.m // gpus
         self.calls, self.wanted = [], []
+        of_a, of_b, of_d = row.shapes(gpus)
         for device in range(gpus):
-            shape = (m if gathers else row.m, row.k)
-            a, b = (torch.randn(x, device=f"cuda:{device}", dtype=torch.bfloat16) for x in (shape, (row.n, row.k)))
-            d = torch.empty(m if scatters else row.m, row.n, device=a.device, dtype=torch.bfloat16)
-            self.calls.append({"a": a, "b": b, "d": d})
-        self.gathered = [call["a"].new_empty(row.m, row.k) for call in self.calls]
-        if gathers:
+            a, b = (torch.randn(x, device=f"cuda:{device}", dtype=torch.bfloat16) for x in (of_a, of_b))
+            self.calls.append({"a": a, "b": b, "d": a.new_empty(of_d)})
+        self.gathered = [call["a"].new_empty((row.m, row.k) if gathers else (m, gpus * row.k)) for call in self.calls]
+        if row.pattern == "gemm+a2a":
+            by_rows = [(call["a"].float() @ call["b"].float().T).chunk(gpus, 1) for call in self.calls]
+            for columns, call in zip(zip(*by_rows, strict=True), self.calls, strict=True):
+                self.wanted.append(torch.cat([x.to(call["a"].device) for x in columns]))
+        elif row.pattern == "a2a+gemm":
+            for rank, call in enumerate(self.calls):
+                own = torch.cat([other["a"].chunk(gpus)[rank].to(call["a"].device) for other in self.calls], 1)
+                self.wanted.append(own.float() @ call["b"].float().T)
+        elif gathers:
             for call in self.calls:
                 whole = torch.cat([other["a"].to(call["a"].device) for other in self.calls])
                 self.wanted.append(whole.float() @ call["b"].float().T)

@@ -6,13 +6,14 @@ from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from distgemm.arguments import boolean, finite, instance, member, string
 from distgemm.gemm import GemmConfig, list_providers
 from distgemm.plan.derive import make_plan
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import GemmProblem
-from distgemm.runtime.checks import resolve_group
+from distgemm.runtime.checks import check_hosts, group_of_hosts, resolve_group
 from distgemm.runtime.cuda import CudaExecutable, PerTileExecutable, compile_plan
 from distgemm.runtime.executable import (
     EXECUTION_FIELDS,
@@ -23,7 +24,7 @@ from distgemm.runtime.executable import (
 )
 from distgemm.runtime.torch_arguments import read_device
 from distgemm.runtime.unfused import UnfusedExecutable
-from distgemm.schedulers import Pattern, check_pattern
+from distgemm.schedulers import Pattern, check_pattern, schedule_mesh_rank
 from distgemm.tune import executable
 
 __all__ = ["compile"]
@@ -33,7 +34,7 @@ def compile(
     plan: Plan | GemmProblem,
     schedule: str | None = None,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
     device: torch.device | str | int | None = None,
     provider: str | None = None,
     config: str | None = None,
@@ -57,7 +58,8 @@ def compile(
         plan: a plan, or a problem. A problem needs ``schedule``.
         schedule: for a problem, the name of a schedule. "auto" selects the fastest measured configuration, which may be
             the unfused program. "auto" takes no options of the schedule or of the execution.
-        group: the ranks that take part, a process group with NCCL. None: all ranks.
+        group: the ranks that take part, a process group with NCCL. None: all ranks. A DeviceMesh ("host", "rank"), as
+            :func:`distgemm.runtime.launch.mesh_from_env` makes it, says how many of the ranks share memory.
         device: this rank's GPU. None: the current device. With "auto" also the CPU, where the unfused program runs.
         provider: provider of the GEMMs, "cutlass" or "cublas". None: "cutlass" on Hopper, with "per_tile" and
             with a ``config``, otherwise "cublas".
@@ -104,9 +106,12 @@ def compile(
         GemmConfig.parse(config)
     if device is not None:
         device = read_device("device", device, ("cuda", "cpu") if schedule == "auto" else ("cuda",))
-    whole = resolve_group(group)
+    ranks_of_all, hosts = group_of_hosts(group)
+    whole = resolve_group(ranks_of_all)
     given = ExecutionConfig(provider, config, gemm_streams, execution, wait_by, merge_copies)
     if schedule == "auto" or pattern is not None or tune is not None:
+        if hosts is not None:
+            raise ValueError("schedule='auto' selects for the ranks of one host so far; name a schedule across hosts")
         if schedule != "auto" or pattern is None or not isinstance(plan, GemmProblem):
             raise ValueError(
                 f"pattern and tune are for a problem with schedule='auto', got {schedule!r} and pattern {pattern!r}"
@@ -120,8 +125,12 @@ def compile(
     if isinstance(plan, GemmProblem):
         if schedule is None:
             raise ValueError("schedule is None, and a problem needs a name of distgemm.list_schedules()")
+        if hosts is not None:
+            on_both = {"mesh": hosts} if schedule_mesh_rank(schedule) == len(hosts) else {}
+            options = {"ranks_per_host": hosts[1]} | on_both | options
         ranks = None if "mesh" in options else dist.get_world_size(whole)
         plan = make_plan(plan, schedule, ranks, **({"sync": "barrier"} | options))
     elif schedule is not None or options:
         raise ValueError(f"a plan has its schedule and options already, got {schedule!r} and {options}")
+    check_hosts(plan, hosts)
     return compile_plan(plan, given, group=whole, device=device, timeout=timeout, on_timeout=on_timeout)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, overload
+from typing import Any, Literal, get_args, overload
 
 from distgemm.arguments import function, integer, integers, member, sequence, shown, string, wrong
 from distgemm.schedulers.cache import BoundedCache
@@ -37,7 +37,7 @@ Pattern = Literal["ag+gemm", "gemm+rs", "gemm+ar", "gemm+a2a", "a2a+gemm"]
 """What a GEMM does over the ranks: all-gather + GEMM, GEMM + reduce-scatter, GEMM + all-reduce, GEMM + all-to-all,
 all-to-all + GEMM."""
 PATTERNS: tuple[Pattern, ...] = ("ag+gemm", "gemm+rs", "gemm+ar")
-"""The patterns of tensor parallelism. These have an unfused program and measured configurations."""
+"""The patterns of tensor parallelism. These have an unfused program."""
 
 
 MAX_RANKS, MAX_CHUNKS = 8192, 4096
@@ -158,16 +158,17 @@ def _new_name(argument: str, value: object) -> str:
     return name
 
 
-def check_pattern(pattern: str) -> Pattern:
-    """``pattern`` itself, if it is one of PATTERNS.
+def check_pattern(pattern: str, among: Sequence[Pattern] = get_args(Pattern)) -> Pattern:
+    """``pattern`` itself, if it is one of some patterns.
 
     Args:
         pattern: any string.
+        among: the patterns.
 
     Raises:
         ValueError: if it is no pattern. The message lists the patterns.
     """
-    return member("pattern", pattern, PATTERNS)
+    return member("pattern", pattern, among)
 
 
 def list_schedules() -> list[str]:

@@ -234,11 +234,11 @@ def _simulate_per_tile(
     json: Path | None,
 ) -> None:
     from distgemm.gemm.per_tile.model import Costs, predict_per_tile
-    from distgemm.gemm.per_tile.select import CONFIGS, gemm_of
+    from distgemm.gemm.per_tile.select import configs_of, gemm_of
 
     plan = make_plan(problem, get_schedule(schedule, mesh=on, **options))
     found = []
-    for name in CONFIGS if kernel == "all" else [kernel]:
+    for name in configs_of(plan) if kernel == "all" else [kernel]:
         found.append((name, predict_per_tile(gemm_of(plan, name), Costs(machine))))
     found.sort(key=lambda pair: pair[1].time)
     if wants_text(json):

@@ -174,17 +174,27 @@ def verify_command(
 def _verify_per_tile(
     kernel: str, cases: list[tuple[str, Mesh]], options: dict[str, Any], problem: GemmProblem, json: Path | None
 ) -> None:
-    from distgemm.gemm.per_tile.select import CONFIGS, gemm_of
+    from distgemm.gemm.per_tile.select import configs_of, gemm_of
     from distgemm.gemm.per_tile.verify import prove
 
     rows: list[Line] = []
     found: list[dict[str, Any]] = []
     counts = {"proved": 0, "failed": 0, "skipped": 0}
-    for (schedule, on), name in product(cases, CONFIGS if kernel == "all" else [kernel]):
+    plans: list[tuple[str, Mesh, str, Plan | Exception]] = []
+    for schedule, on in cases:
+        try:
+            made = make_plan(problem, get_schedule(schedule, mesh=on, **options))
+        except (ValueError, PlanError) as error:
+            plans.append((schedule, on, kernel, error))
+        else:
+            plans += [(schedule, on, name, made) for name in (configs_of(made) if kernel == "all" else [kernel])]
+    for schedule, on, name, plan in plans:
         start = time.perf_counter()
         facts, result, reason = ["-", "-", "-"], "skipped", ""
         try:
-            gemm = gemm_of(make_plan(problem, get_schedule(schedule, mesh=on, **options)), name)
+            if isinstance(plan, Exception):
+                raise plan
+            gemm = gemm_of(plan, name)
         except (ValueError, PlanError) as error:
             reason = " ".join(str(error).split())
         else:

@@ -38,8 +38,10 @@ __all__ = [
     "preferred",
     "recorded_config",
     "select_config",
+    "tile_of",
     "tiles_at_once",
     "tiles_of",
+    "work",
 ]
 
 
@@ -56,6 +58,8 @@ RATES, FP8_RATES = (
     {(tile.kernel_schedule, *tile.extents): tile.rate for tile in (*tiles, PLAIN_TILE)} for tiles in (TILES, FP8_TILES)
 )
 """Rates of tiles, and those of tiles for fp8, by kernel schedule, m and n."""
+BLOCK_RATES = {(tile.kernel_schedule, *tile.extents): tile.block_rate for tile in FP8_TILES}
+"""Rates of tiles for fp8 with scales of blocks."""
 OVERHEADS: dict[KernelSchedule, int] = {"cooperative": 160, "pingpong": 60, "plain": 160}
 """Time of a tile besides its main loop, in elements of k."""
 
@@ -73,12 +77,21 @@ def estimate(spec: GemmSpec, config: GemmConfig, streams: int = 1, sms: int = SM
         streams: number of streams on which such GEMMs alternate.
         sms: number of SMs.
     """
+    rates = BLOCK_RATES if spec.block_rows_a else FP8_RATES if spec.a.dtype in FP8 else RATES
+    return work(spec, config, streams, sms) / rates.get(tile_of(config), UNLISTED_RATE)
+
+
+def work(spec: GemmSpec, config: GemmConfig, streams: int = 1, sms: int = SMS) -> float:
+    """The heuristic's time with a rate of 1; see :func:`estimate` for the arguments."""
     tile_m, tile_n, _ = config.tile
     tiles, at_once = tiles_of(spec, config), tiles_at_once(config, sms)
     waves = -(-tiles // at_once) if streams == 1 else max(tiles / at_once, 0.5)
-    rates = FP8_RATES if spec.a.dtype in FP8 else RATES
-    rate = rates.get((config.kernel_schedule, tile_m, tile_n), UNLISTED_RATE)
-    return waves * (spec.k + OVERHEADS[config.kernel_schedule]) * tile_m * tile_n / rate
+    return waves * (spec.k + OVERHEADS[config.kernel_schedule]) * tile_m * tile_n
+
+
+def tile_of(config: GemmConfig) -> tuple[KernelSchedule, int, int]:
+    """By what rates are listed: the kernel schedule, and the tile's m and n."""
+    return config.kernel_schedule, *config.tile[:2]
 
 
 def tiles_of(spec: GemmSpec, config: GemmConfig) -> int:

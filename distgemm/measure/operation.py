@@ -35,7 +35,7 @@ class Operation:
         group: the ranks.
         device: of this rank.
         a, b: this rank's shards, random.
-        local_a: what this rank multiplies by B: the gathered A, or its shard.
+        local_a: what this rank multiplies by B: the gathered A, its shard, or its rows of A.
         reference: the expected shard of D.
 
     Raises:
@@ -53,9 +53,8 @@ class Operation:
 
     def __post_init__(self) -> None:
         p, rank, size = self.problem, dist.get_rank(self.group), dist.get_world_size(self.group)
-        split = p.n if self.pattern == "ag+gemm" else p.k
-        if p.m % size or split % size:
-            other = "n" if self.pattern == "ag+gemm" else "k"
+        other = "n" if self.pattern in {"ag+gemm", "gemm+a2a"} else "k"
+        if p.m % size or getattr(p, other) % size:
             raise ValueError(f"{size} ranks must divide m and {other}, got m, n, k = {p.m}, {p.n}, {p.k}")
         dtype = TORCH_DTYPES[p.dtype]
 
@@ -67,6 +66,15 @@ class Operation:
         if self.pattern == "ag+gemm":
             self.a, self.b = draw(rank, m, p.k), draw(1000 + rank, n, p.k)
             self.local_a = torch.cat([draw(peer, m, p.k) for peer in range(size)])
+            self.reference = self.local_a @ self.b.T
+        elif self.pattern == "gemm+a2a":
+            self.a, self.b = draw(rank, m, p.k), draw(1000, p.n, p.k)  # every rank has all of B
+            self.local_a = self.a
+            columns = self.b[rank * n : (rank + 1) * n]
+            self.reference = torch.cat([draw(peer, m, p.k) @ columns.T for peer in range(size)])
+        elif self.pattern == "a2a+gemm":
+            self.a, self.b = draw(rank, p.m, k), draw(1000, p.n, p.k)
+            self.local_a = torch.cat([draw(peer, p.m, k)[rank * m : (rank + 1) * m] for peer in range(size)], 1)
             self.reference = self.local_a @ self.b.T
         else:
             self.a, self.b = draw(rank, p.m, k), draw(1000 + rank, p.n, k)

@@ -22,6 +22,7 @@ from distgemm.runtime.groups import failing
 from distgemm.runtime.torch_arguments import read_tensor
 
 __all__ = [
+    "HOST_MESH",
     "TORCH_DTYPES",
     "Comparison",
     "Fields",
@@ -32,6 +33,7 @@ __all__ = [
     "check_bias",
     "check_gathered",
     "check_gradients",
+    "check_hosts",
     "check_scales",
     "check_shard",
     "check_shards",
@@ -39,6 +41,7 @@ __all__ = [
     "differences",
     "exchange_reports",
     "gathered_box",
+    "group_of_hosts",
     "group_timeout",
     "plan_fields",
     "problem_fields",
@@ -64,6 +67,9 @@ TORCH_DTYPES = {
     "float4_e2m1fn_x2": torch.float4_e2m1fn_x2,
 }
 
+HOST_MESH = ("host", "rank")
+"""Names of the dimensions of a mesh of hosts and of the ranks of each."""
+
 Group = dist.ProcessGroup | DeviceMesh | str
 """The ranks that take part: a process group, a mesh of one dimension (``mesh["tp"]``), or a group's name."""
 
@@ -77,6 +83,12 @@ def process_group(group: Group) -> dist.ProcessGroup:
     if isinstance(group, dist.ProcessGroup):
         return group
     if isinstance(group, DeviceMesh):
+        if group.mesh_dim_names == HOST_MESH:
+            raise ValueError(
+                "the mesh spans hosts: distgemm.compile takes it with the name of a schedule, and CollectiveExecutable "
+                "with a plan. Functions, layers and schedule='auto' take the ranks of one host so far: "
+                f"group=mesh[{HOST_MESH[1]!r}]"
+            )
         if group.ndim != 1:
             names = group.mesh_dim_names or ("tp",)
             raise ValueError(
@@ -104,6 +116,30 @@ def process_group(group: Group) -> dist.ProcessGroup:
         f"group is a ProcessGroup, a DeviceMesh of one dimension or a group's name; got {group!r}. dist.group.WORLD "
         "has all ranks"
     )
+
+
+def group_of_hosts(group: Group | None) -> tuple[Group | None, tuple[int, int] | None]:
+    """The group of all ranks of a mesh of hosts, and its extents (hosts, ranks of a host).
+
+    Returns:
+        ``group`` itself and None if it is no DeviceMesh with the dimensions HOST_MESH.
+    """
+    if not isinstance(group, DeviceMesh) or group.mesh_dim_names != HOST_MESH:
+        return group, None
+    hosts, ranks = group.shape
+    if group.mesh.flatten().tolist() == list(range(dist.get_world_size())):
+        return dist.group.WORLD, (hosts, ranks)
+    return group._flatten().get_group(), (hosts, ranks)
+
+
+def check_hosts(plan: Plan, hosts: tuple[int, int] | None) -> None:
+    """Raise ValueError where a plan is for other hosts than those of a mesh; None: no mesh says anything of hosts."""
+    of_host = plan.ranks_per_host or plan.world_size
+    if hosts is not None and (plan.world_size // of_host, of_host) != hosts:
+        raise ValueError(
+            f"the mesh has {hosts[0]} hosts of {hosts[1]} ranks, and the plan is for {plan.world_size // of_host} of "
+            f"{of_host}: make it with ranks_per_host={hosts[1]}"
+        )
 
 
 def refuse_groups(problem: GemmProblem) -> None:
@@ -343,6 +379,7 @@ def plan_fields(plan: Plan, plan_hash: str) -> dict[str, object]:
     return {
         "schedule": plan.schedule,
         "number of ranks": plan.world_size,
+        "ranks per host": plan.ranks_per_host or plan.world_size,
         **problem_fields(plan.problem),
         "workspace": plan.workspace,
         "sync": plan.sync,

@@ -23,14 +23,16 @@ from typing import Any, Literal, NoReturn, get_args
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.spawn import start_processes
 
 from distgemm.arguments import boolean, finite, integer, member, wrong
 from distgemm.arguments import function as called
+from distgemm.runtime.checks import HOST_MESH
 from distgemm.schedulers.registry import MAX_RANKS
 from distgemm.system import cores
 
-__all__ = ["BACKENDS", "Backend", "LaunchSpec", "init_from_env", "launch", "raise_first_error"]
+__all__ = ["BACKENDS", "Backend", "LaunchSpec", "init_from_env", "launch", "mesh_from_env", "raise_first_error"]
 
 Backend = Literal["gloo", "nccl"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
@@ -90,6 +92,34 @@ def init_from_env(backend: Backend = "gloo", timeout: float = LAUNCH_TIMEOUT_S) 
         local_rank = _variable("LOCAL_RANK", 0, rank) if "LOCAL_RANK" in os.environ else rank
         _init(backend, rank, world_size, local_rank, "env://", timeout)
     return dist.get_rank()
+
+
+def mesh_from_env(backend: Backend = "gloo", timeout: float = LAUNCH_TIMEOUT_S) -> DeviceMesh:
+    """A mesh ("host", "rank") of the ranks that torchrun started: its hosts, and the ranks of each of them.
+
+    It initialises torch.distributed as :func:`init_from_env` does.
+
+    Args:
+        backend: as :func:`init_from_env` takes it.
+        timeout: as :func:`init_from_env` takes it.
+
+    Returns:
+        The mesh, of CUDA devices with "nccl", otherwise of CPUs. ``distgemm.compile(..., group=mesh)`` takes it. Hosts
+        that share memory, such as those of one NVLink domain of 72 GPUs, are one host in a mesh of your own.
+
+    Raises:
+        ValueError: as :func:`init_from_env` raises it, and where hosts have different numbers of ranks.
+    """
+    rank = init_from_env(backend, timeout)
+    if not os.environ.get("LOCAL_WORLD_SIZE"):
+        raise ValueError("absent from the environment, or '': LOCAL_WORLD_SIZE; run under torchrun")
+    ranks = dist.get_world_size()
+    every: list[Any] = [None] * ranks
+    dist.all_gather_object(every, _variable("LOCAL_WORLD_SIZE", 1, ranks))
+    if len(set(every)) > 1 or ranks % every[rank]:
+        raise ValueError(f"each host has as many ranks as the others, got by rank {every}: start torchrun with one")
+    shape = ranks // every[rank], every[rank]
+    return init_device_mesh("cuda" if backend == "nccl" else "cpu", shape, mesh_dim_names=HOST_MESH)
 
 
 def _init(backend: Backend, rank: int, world_size: int, local_rank: int, method: str, timeout: float) -> None:

@@ -33,7 +33,7 @@ from distgemm.runtime.checks import (
 )
 from distgemm.runtime.executable import Executable
 from distgemm.runtime.groups import GroupRef, PerGroup, failing, raise_if_failed
-from distgemm.schedulers import Pattern, check_pattern
+from distgemm.schedulers import PATTERNS, Pattern, check_pattern
 
 __all__ = ["COLLECTIVES", "Collective", "UnfusedExecutable", "UnfusedReplay", "collective_status", "unfused_status"]
 
@@ -177,7 +177,7 @@ class UnfusedExecutable:
         device: torch.device | None = None,
         collective: Collective = "nccl",
     ) -> None:
-        check_pattern(pattern)
+        check_pattern(pattern, PATTERNS)
         refuse_groups(problem)
         if not (status := unfused_status(problem, pattern)):
             raise ValueError(status.reason)

@@ -10,7 +10,7 @@ from distgemm.arguments import instance, integer
 from distgemm.plan.ops import Copy, Gemm, View, box_extents, box_size, link_of
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import DTYPE_BYTES, GemmProblem
-from distgemm.schedulers import Pattern, check_pattern
+from distgemm.schedulers import PATTERNS, Pattern, check_pattern
 from distgemm.schedulers.registry import MAX_RANKS
 from distgemm.simulator.machine import Link, Machine
 
@@ -44,7 +44,7 @@ def predict_unfused(problem: GemmProblem, machine: Machine, pattern: Pattern, wo
     """
     instance("problem", problem, GemmProblem, "a distgemm.GemmProblem")
     instance("machine", machine, Machine, "a distgemm.simulator.Machine")
-    check_pattern(pattern)
+    check_pattern(pattern, PATTERNS)
     world_size = integer("world_size", world_size, 1, MAX_RANKS)
     out = DTYPE_BYTES[str(problem.out_dtype)]
     m, n, k = problem.m, problem.n, problem.k

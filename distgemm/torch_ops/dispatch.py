@@ -102,7 +102,7 @@ RULES: dict[Pattern, tuple[tuple[int, str, int], ...]] = {
 def select_schedule(pattern: Pattern, problem: GemmProblem) -> tuple[str, dict[str, Any]]:
     """The schedule and its options that "auto" takes for CPU tensors, and for CUDA tensors with a number of chunks.
 
-    For an all-to-all, "auto" takes them for all tensors.
+    For an all-to-all with unequal heads or copies, "auto" takes them for all tensors.
 
     An all-gather and an all-to-all take each shard directly from its owner. Sums travel around the ring in two chunks
     if there are many tokens, and otherwise go directly to their owner. An all-reduce takes the schedule of its
@@ -487,7 +487,7 @@ def make(
 
     of_group = GroupRef(group)
     measures = not caller_multiplies and problem.dtype not in QUANTIZED_DTYPES  # the search multiplies without scales
-    if is_tuned(pattern, schedule, chunks) and device.type == "cuda" and measures:
+    if is_tuned(problem, schedule, chunks) and device.type == "cuda" and measures:
         measured = tune.executable(problem, pattern, group, device=device, turned_b=turned_b)
         selected = tune.config_of(measured)
         assert selected is not None
@@ -513,9 +513,10 @@ def make(
     return PreparedCall(executable, tuple(sorted(options.items())), of_group)
 
 
-def is_tuned(pattern: Pattern, schedule: str, chunks: int | None) -> bool:
-    """Whether a call takes a measured configuration on GPUs. All-to-alls have none."""
-    return schedule == "auto" and chunks is None and pattern in PATTERNS
+def is_tuned(problem: GemmProblem, schedule: str, chunks: int | None) -> bool:
+    """Whether a call takes a measured configuration on GPUs. All-to-alls with unequal heads or copies have none."""
+    equal = problem.n_per_rank is None and problem.k_per_rank is None
+    return schedule == "auto" and chunks is None and equal
 
 
 def _copies_of(pattern: Pattern, problem: GemmProblem) -> int:

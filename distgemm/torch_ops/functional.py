@@ -643,8 +643,8 @@ def matmul_all_to_all(
             weights, such as those of q, k and v, makes a product and an all-to-all for each, one after the other.
         group: the ranks that take part.
         bias: (out_features,), whole on each rank. For several b a sequence, with None for a b without bias.
-        schedule: as in :func:`all_gather_matmul`. "auto" is the rule of :func:`distgemm.torch_ops.select_schedule`,
-            also on GPUs. There is no unfused program.
+        schedule: as in :func:`all_gather_matmul`. There is no unfused program. Where ranks have unequal columns or
+            copies, "auto" is the rule of :func:`distgemm.torch_ops.select_schedule`, also on GPUs.
         chunks: as in :func:`all_gather_matmul`.
         m_per_rank: tokens of each rank, zeros allowed; None: as many on each.
         n_per_rank: columns of the result on each rank, such as head_dim times the rank's number of heads; zeros

@@ -129,7 +129,7 @@ def sources_for(needs: Iterable[Need], scope: Scope) -> Iterator[KernelSource]:
         pattern, ranks = need.pattern, need.ranks
         terms: dict[str, Any] = {"rank": need.rank, "turned_b": need.turned_b}
         found: list[KernelSource] = []
-        if is_tuned(pattern, need.schedule, need.chunks):
+        if is_tuned(need.problem, need.schedule, need.chunks):
             configs = configs_of(need.problem, pattern, ranks, scope)
             if scope == "measured":  # a search measures at other rows
                 rounded = bucketed(need.problem)

@@ -15,7 +15,7 @@ from distgemm.gemm import GemmSpec, MatrixSpec, default_provider
 from distgemm.gemm.cublas import CublasProvider
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.per_tile.model import Costs, predict_per_tile
-from distgemm.gemm.per_tile.select import ROW_BYTES, gemm_of
+from distgemm.gemm.per_tile.select import CONFIGS, FEW_ROWS, ROW_BYTES, gemm_of
 from distgemm.gemm.spec import Status
 from distgemm.plan.ops import Gemm, View, box_extents
 from distgemm.plan.patterns import does_pattern
@@ -24,7 +24,7 @@ from distgemm.plan.problem import DTYPE_BYTES, GemmProblem
 from distgemm.runtime.cuda.lowering import lower, on_one_stream
 from distgemm.runtime.executable import ExecutionConfig, ExecutionMode, WaitBy
 from distgemm.runtime.unfused import COLLECTIVES, collective_status, unfused_status
-from distgemm.schedulers import Pattern, check_pattern, schedule_mesh_rank, schedule_options
+from distgemm.schedulers import PATTERNS, Pattern, check_pattern, schedule_mesh_rank, schedule_options
 from distgemm.schedulers.registry import BuilderError
 from distgemm.simulator import predict_unfused, simulate
 from distgemm.simulator.machine import Machine
@@ -47,8 +47,9 @@ logger = logging.getLogger("distgemm")
 MACHINE = "h200"
 """The machine of all predictions, whatever the GPU: they only say which candidates are worth measuring."""
 
-SLOWDOWN_LIMIT = 1.25
-"""A plan is measured if its predicted time is at most this factor above the best one with the same execution."""
+SLOWDOWN_LIMIT: dict[ExecutionMode, float] = {"multi_kernel": 1.25, "per_tile": 1.15}
+"""A plan is measured if its predicted time is at most this factor above the best one with the same execution. That of
+per-tile kernels is the largest error of their model with two GPUs."""
 
 PLAN_OPTIONS = ("workspace", "mechanism", "send_slots")
 """Options of :func:`distgemm.make_plan` that a candidate can set."""
@@ -65,7 +66,7 @@ class Candidate:
         schedule: name of a registered schedule.
         options: options of the schedule and of :func:`distgemm.make_plan`, as (name, value) pairs sorted by name.
         execution: "multi_kernel" tries every provider, number of GEMM streams and ``wait_by`` that the plan allows.
-            "per_tile" tries the kernels of ``PER_TILE_CONFIGS``.
+            "per_tile" tries ``CONFIGS`` of gemm/per_tile/select.py.
         min_ranks: the fewest ranks with which it is considered.
     """
 
@@ -99,7 +100,7 @@ def register_candidate(
     tune`` measures them again.
 
     Args:
-        pattern: what the schedule does: "ag+gemm", "gemm+rs" or "gemm+ar". If its plan does something else,
+        pattern: what the schedule does, as "ag+gemm". If its plan does something else,
             :func:`shortlist` and ``schedule="auto"`` raise ValueError.
         schedule: name of a registered schedule on one axis of ranks.
         execution: how the GEMMs are executed, as in :class:`Candidate`.
@@ -143,19 +144,12 @@ REDUCTIONS: dict[Pattern, tuple[str, str]] = {
     "gemm+ar": ("all_reduce_1d_tiling_a_rotating_c", "all_reduce_1d_pairwise_a"),
 }
 """Of each pattern that adds over ranks: the chain around the ring, and pairwise sums."""
+BY_COLUMNS = "all_reduce_1d_tiling_b_rotating_c"
+"""An all-reduce whose reducers own columns of D. Its per-tile kernels read B once: they are for few rows."""
+ALL_TO_ALLS: dict[Pattern, str] = {"gemm+a2a": "all_to_all_1d_rotating_d", "a2a+gemm": "all_to_all_1d_rotating_a"}
+"""Of each pattern that exchanges rows and columns."""
 ONE_SHOT = "all_reduce_1d_one_shot_a"
 """The all-reduce of one hop, for few tokens."""
-
-PER_TILE_CONFIGS = (
-    "128x256x64_2x1_cooperative",
-    "128x192x64_1x2_cooperative",
-    "128x128x64_2x1_pingpong",
-    "64x128x64_2x1_pingpong",
-    "64x128x64_1x2_pingpong",
-)
-"""Those with the tiles that were fastest for a layer in docs/per_tile.md. There 128x192 had clusters of 2x1, which
-cannot load a B whose columns are contiguous, as backward passes have it. Clusters of 1x2 can. The last configuration is
-for shards of at most 64 rows."""
 
 
 def _register_defaults() -> None:
@@ -168,8 +162,13 @@ def _register_defaults() -> None:
         register_candidate(pattern, chain, chunks=2)
         register_candidate(pattern, chain, chunks=2, mechanism="store")
         register_candidate(pattern, chain, chunks=4)
-    for pattern, schedule in (("ag+gemm", GATHER), *((name, sums) for name, (_, sums) in REDUCTIONS.items())):
+    for pattern, schedule in ALL_TO_ALLS.items():
+        for chunks in (1, 2):
+            register_candidate(pattern, schedule, chunks=chunks)
+    per_tile: dict[Pattern, str] = {"ag+gemm": GATHER, **{name: sums for name, (_, sums) in REDUCTIONS.items()}}
+    for pattern, schedule in (per_tile | ALL_TO_ALLS).items():
         register_candidate(pattern, schedule, execution="per_tile", min_ranks=2)
+    register_candidate("gemm+ar", BY_COLUMNS, execution="per_tile", min_ranks=2)
     register_candidate("gemm+ar", ONE_SHOT, min_ranks=2, chunks=1)
     register_candidate("gemm+ar", ONE_SHOT, min_ranks=2, chunks=2, chunk_mode="n")
 
@@ -196,7 +195,11 @@ def shortlist(problem: GemmProblem, pattern: Pattern, world_size: int) -> list[T
     best: dict[ExecutionMode, float] = {}
     for config in plans:
         best.setdefault(config.execution.execution, times[config])
-    kept = [config for config in plans if times[config] <= SLOWDOWN_LIMIT * best[config.execution.execution]]
+    kept = [
+        config
+        for config in plans
+        if times[config] <= SLOWDOWN_LIMIT[config.execution.execution] * best[config.execution.execution]
+    ]
     return kept + [config for config in times if config.method == "unfused"]
 
 
@@ -233,7 +236,8 @@ def predictions(problem: GemmProblem, pattern: Pattern, world_size: int) -> dict
     per-tile kernels."""
     machine = Machine.load(MACHINE)
     times = {config: time() for config, time in _multi_kernel(problem, pattern, world_size, machine)}
-    if unfused_status(problem, pattern) and problem.scaling is None:  # it multiplies scaled operands on CPUs only
+    # It multiplies scaled operands on CPUs only.
+    if pattern in PATTERNS and unfused_status(problem, pattern) and problem.scaling is None:
         time = predict_unfused(problem, machine, pattern, world_size)
         for collective in COLLECTIVES:  # NCCL comes first, and is taken if nothing is measured
             if collective_status(problem, pattern, collective, world_size):
@@ -304,13 +308,15 @@ def _per_tile(
         return
     costs = Costs(machine)
     for candidate, plan in _plans(problem, pattern, world_size, "per_tile"):
-        for name in PER_TILE_CONFIGS:
+        for name in CONFIGS[pattern]:
             if not (status := per_tile_status(plan, name)):
                 logger.info("no candidate for %s on %d ranks: %s", pattern, world_size, status.reason)
                 continue
             gemm = gemm_of(plan, name)
-            if name == PER_TILE_CONFIGS[-1] and gemm.m > gemm.traits.tile[0]:
+            if name == CONFIGS[pattern][-1] and gemm.m > gemm.traits.tile[0]:
                 continue  # it equals the one before, unless half of that one's clusters would be padding
+            if gemm.by_columns and gemm.m >= gemm.ranks * FEW_ROWS:
+                continue  # shards of rows fill tiles, and B is read as often
             execution = ExecutionConfig(config=name, gemm_streams=1, execution="per_tile")
             time = cache(lambda gemm=gemm: predict_per_tile(gemm, costs).time)
             yield TunedConfig("plan", candidate.schedule, candidate.options, execution), time

@@ -92,6 +92,8 @@ def measurable(problem: GemmProblem) -> Status:
         return Status(f"batches are not measured: l is 1, got {problem.l}")
     if problem.dtype in QUANTIZED_DTYPES:
         return Status("fp8 is not measured: there is no unfused program to check the results against")
+    if problem.n_per_rank is not None or problem.k_per_rank is not None:
+        return Status("columns are measured only where all ranks have as many, and different ones")
     return Status()
 
 
@@ -111,7 +113,7 @@ def tune(
 
     Args:
         problem: the GEMM over all ranks.
-        pattern: what the ranks do: "ag+gemm", "gemm+rs" or "gemm+ar".
+        pattern: what the ranks do, as "ag+gemm".
         group: the ranks that take part; None: all.
         device: this rank's GPU; None: the current one.
         write: whether rank 0 records the configuration in its cache folder.
@@ -299,7 +301,7 @@ def round_up(problem: GemmProblem, pattern: Pattern, world_size: int) -> GemmPro
         return -(-extent // unit) * unit
 
     m = -(-problem.m // world_size) * world_size
-    if pattern == "ag+gemm":
+    if pattern in {"ag+gemm", "gemm+a2a"}:
         return replace(problem, m=m, n=rounded(problem.n), m_per_rank=None)
     return replace(problem, m=m, k=rounded(problem.k), m_per_rank=None)
 

@@ -46,7 +46,7 @@ def select(
 
     Args:
         problem: the GEMM over all ranks.
-        pattern: what the ranks do: "ag+gemm", "gemm+rs" or "gemm+ar".
+        pattern: what the ranks do, as "ag+gemm".
         group: the ranks that take part; None: all.
         device: this rank's GPU; None: the current one.
         tune: what happens if nothing is recorded in reach. True: measure now, at the :func:`bucket` of m, and record

@@ -280,6 +280,8 @@ class TileOrder(Protocol):
     def lead(self) -> int: ...
     @property
     def own_first(self) -> bool: ...
+    @property
+    def own_only(self) -> bool: ...
     def of_unit(self, distance: int, unit: int) -> Place: ...
     def __iter__(self) -> Iterator[Place]: ...
 
@@ -301,10 +303,12 @@ def show_tile_order(order: TileOrder, rank: int = 0, *, limit: int = LIMIT, widt
     limit, width = _sizes(limit, width)
     units = {order.of_unit(0, unit): unit for unit in range(order.blocks * order.columns)}
     tickets = {tile: ticket for ticket, tile in enumerate(order)}
+    lead = f"own tiles come {_count(order.lead, 'unit')} {'earlier' if order.own_first else 'later'}; shards"
+    if order.own_only:
+        lead = "own tiles only, which add this rank's slices of k, then in turn those of others"
     head = (
         f"rank {rank} of {ranks}: {order.blocks}x{order.columns} clusters of tiles in each shard, "
-        f"{_count(order.group, 'row')} of clusters in turn; own tiles come {_count(order.lead, 'unit')} "
-        f"{'earlier' if order.own_first else 'later'}; shards in the order "
+        f"{_count(order.group, 'row')} of clusters in turn; {lead} in the order "
         f"{', '.join(str((rank + distance) % ranks) for distance in order.distances)}"
     )
     titles = ["", *map(str, columns[:limit])]
@@ -315,7 +319,7 @@ def show_tile_order(order: TileOrder, rank: int = 0, *, limit: int = LIMIT, widt
     left_out = _left_out(("blocks", blocks), ("columns", columns), limit)
     parts = ["\n".join(["units of a shard, by row and column of clusters", *_table(table, width), *left_out])]
     table = [titles]
-    rows = [(shard, block) for shard in range(ranks) for block in blocks]
+    rows = [(shard, block) for shard in ([rank] if order.own_only else range(ranks)) for block in blocks]
     for shard, block in rows[:limit]:
         found = (tickets[(shard - rank) % ranks, block, column] for column in columns[:limit])
         cells = (f"[{ticket}]" if shard == rank else f"{ticket} " for ticket in found)

@@ -28,8 +28,9 @@ from distgemm.gemm.nvcc import KernelSource, build
 from distgemm.plan.ops import Copy, Gemm, Reduce, Signal, Wait, link_of
 from distgemm.runtime.checks import TORCH_DTYPES
 from distgemm.runtime.cuda import CudaExecutable, ReplayTimeoutError
-from distgemm.runtime.cuda.binding import Binder
-from distgemm.runtime.cuda.lowering.actions import GEMM_STREAM, Action
+from distgemm.runtime.cuda.binding import Binder, CallTensors
+from distgemm.runtime.cuda.lowering.actions import GEMM_STREAM, Action, exchanges_of
+from distgemm.runtime.cuda.nccl import ExchangeLaunch
 from distgemm.runtime.cuda.workspace import BUFFERS, Step
 from distgemm.runtime.executable import EXECUTION_FIELDS, ExecutionConfig, ExecutionMode, WaitBy
 from distgemm.schedulers import schedule_options
@@ -65,6 +66,9 @@ class Case:
     merge_copies: bool = False
     final_add: str = ""
     chunk_mode: str = ""
+    across: str = ""
+    inside: str = ""
+    ranks_per_host: int | None = None
 
     def plan(self) -> distgemm.Plan:
         problem = distgemm.GemmProblem(
@@ -74,6 +78,8 @@ class Case:
             "chunks": self.chunks * (self.chunks > 1),
             "final_add": self.final_add,
             "chunk_mode": self.chunk_mode,
+            "across": self.across,
+            "inside": self.inside,
         }
         options = {name: value for name, value in given.items() if value}
         return distgemm.make_plan(
@@ -84,6 +90,7 @@ class Case:
             sync=self.sync,
             mechanism=self.mechanism,
             send_slots=2,
+            ranks_per_host=self.ranks_per_host,
             **options,
         )
 
@@ -520,6 +527,39 @@ def crossed(cases: list[Case], calls: int = 6) -> list[str]:
 def engines(cases: list[Case]) -> list[str]:
     """Failures of traces: each copy between GPUs is a memcpy, which takes no SM, and half of them run under GEMMs."""
     return [failure for case in cases for failure in _engines(case)]
+
+
+def messages(cases: list[Case]) -> list[str]:
+    """Failures of cases whose messages across hosts are not those of the plan: in bytes, and in kernels of NCCL."""
+    from torch.profiler import ProfilerActivity, profile
+
+    failures = []
+    for case in cases:
+        exe, data = compiled(case)
+        wanted = data.draw(0)
+        call = CallTensors(dict(data.shards))
+        launches = [one for action in exe.binder.bind(call, 0).launches for one in action]
+        sent = sum(x.nbytes for one in launches if isinstance(one, ExchangeLaunch) for _, x in one.sends)
+        planned = sum(size for (src, _), size in exe.plan.link_bytes("across").items() if src == exe.rank)
+        if sent != planned:
+            failures.append(f"rank {exe.rank}: sends {sent} bytes across hosts, the plan {planned}: {case}")
+        replay = exe.capture(data.shards["A"], data.shards["B"], out=data.shards["D"])
+        replay()
+        torch.cuda.synchronize()
+        dist.barrier(device_ids=[exe.device.index])
+        replays = 5
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            for _ in range(replays):
+                replay()
+            torch.cuda.synchronize()
+        events = [e for e in profiler.profiler.kineto_results.events() if e.device_type() == DeviceType.CUDA]
+        kernels = sum(e.name().startswith("nccl") for e in events)
+        exchanges = replays * len(exchanges_of(exe.actions))
+        if kernels != exchanges:
+            failures.append(f"rank {exe.rank}: {kernels} kernels of NCCL in {exchanges} exchanges: {case}")
+        if not torch.equal(data.shards["D"].double(), wanted):
+            failures.append(f"rank {exe.rank}: wrong: {case}")
+    return failures
 
 
 def _engines(case: Case) -> list[str]:

@@ -57,9 +57,9 @@ def gemms(ranks: int) -> list[RankGemm]:
     distances = tuple(range(1, ranks))
     pingpong, wide, high = ((128, 128), (2, 1), True), ((128, 256), (1, 2), False), ((256, 128), (2, 1), False)
 
-    def gemm(pattern: Any, kind: tuple[Any, ...], m: int, n: int, k: int) -> RankGemm:
+    def gemm(pattern: Any, kind: tuple[Any, ...], m: int, n: int, k: int, *, by_columns: bool = False) -> RankGemm:
         sends = pattern in {"ag+gemm", "a2a+gemm"}
-        return RankGemm(KernelTraits(pattern, *kind, sends=sends), distances, m, n, k)
+        return RankGemm(KernelTraits(pattern, *kind, sends=sends), distances, m, n, k, by_columns=by_columns)
 
     return [
         gemm("ag+gemm", pingpong, 200, 328, 136),
@@ -68,6 +68,7 @@ def gemms(ranks: int) -> list[RankGemm]:
         gemm("gemm+rs", high, 264, 136, 64),
         gemm("gemm+ar", pingpong, 200, 328, 136),
         gemm("gemm+ar", wide, 72, 520, 64),
+        gemm("gemm+ar", pingpong, 200, 72, 64, by_columns=True),
         gemm("gemm+rs", pingpong, 72, 200, 64),
         gemm("ag+gemm", pingpong, 264, 136, 64),
         gemm("gemm+a2a", pingpong, 200, 328, 136),
@@ -95,8 +96,8 @@ class Job:
 
     def __init__(self, gemm: RankGemm, there: LocalRanks, seed: int, epochs_a_replay: int) -> None:
         pattern = gemm.traits.pattern
-        rows = gemm.m if pattern in {"ag+gemm", "gemm+a2a"} else gemm.m * gemm.ranks
-        shape_of_b = (gemm.n, gemm.k)
+        rows = gemm.m if pattern in {"ag+gemm", "gemm+a2a"} or gemm.by_columns else gemm.m * gemm.ranks
+        shape_of_b = (gemm.n * (gemm.ranks if gemm.by_columns else 1), gemm.k)
         if pattern in {"gemm+a2a", "a2a+gemm"}:  # all of B
             shape_of_b = (gemm.n * gemm.ranks, gemm.k) if pattern == "gemm+a2a" else (gemm.n, gemm.k * gemm.ranks)
         chance = torch.Generator("cuda").manual_seed(seed)

@@ -22,31 +22,29 @@ SCHEDULES = {
     "gemm+a2a": "all_to_all_1d_rotating_d",
     "a2a+gemm": "all_to_all_1d_rotating_a",
 }
+BY_COLUMNS = "all_reduce_1d_tiling_b_rotating_c"
+"""An all-reduce whose shards of D are columns."""
 CONFIGS = (
     "128x128x64_2x1_pingpong",
     "128x256x64_1x2_cooperative",
     "64x128x64_1x1_pingpong",
     "128x192x64_1x2_cooperative",
+    "128x160x64_2x1_cooperative",
+    "128x224x64_2x1_cooperative",
 )
 
 
 def cases(ranks: int) -> list[Case]:
     """Shapes with tiles that lie partly outside, all patterns, kinds of kernels, and terms."""
     found = []
-    for pattern, schedule in SCHEDULES.items():
-        splits_n = pattern in {"ag+gemm", "gemm+a2a"}
-        odd: dict[str, Any] = {
-            "m": 200 * ranks,
-            "n": 328 * (ranks if splits_n else 1),
-            "k": 136 * (1 if splits_n else ranks),
-        }
-        even: dict[str, Any] = {
-            "m": 384 * ranks,
-            "n": 512 * (ranks if splits_n else 1),
-            "k": 320 * (1 if splits_n else ranks),
-        }
+    for pattern, schedule in [*SCHEDULES.items(), ("gemm+ar", BY_COLUMNS)]:
+        by_columns = schedule == BY_COLUMNS
+        modes = "mn" if pattern in {"ag+gemm", "gemm+a2a"} else "nk" if by_columns else "mk"  # those that ranks divide
+        odd = {mode: extent * (ranks if mode in modes else 1) for mode, extent in (("m", 200), ("n", 328), ("k", 136))}
+        even = {mode: extent * (ranks if mode in modes else 1) for mode, extent in (("m", 384), ("n", 512), ("k", 320))}
         one = Case(schedule, (ranks,), **odd, config=CONFIGS[0], execution="per_tile")
-        found += [replace(one, config=config) for config in (None, *CONFIGS[1:])]
+        others = CONFIGS[1:4] if pattern == "gemm+a2a" else CONFIGS[1:]  # whose subtiles do not overlap
+        found += [replace(one, config=config) for config in (None, *others)]
         found += [replace(one, **even, config=CONFIGS[1])]
         found += [
             replace(one, alpha=2.0, beta=1.0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +23,20 @@ KINDS = [
     ((128, 128), (2, 1), False),
     ((256, 128), (2, 1), False),
     ((128, 192), (2, 1), False),
+    ((128, 160), (2, 1), False),
+    ((128, 224), (2, 1), False),
 ]
+WIDE_AND_HIGH = [((256, 160), (1, 2), False), ((256, 192), (1, 2), False), ((256, 192), (2, 1), False)]
+"""Tiles that reductions do not have."""
+GATHERS = KINDS + WIDE_AND_HIGH
+KINDS_OF = {
+    "ag+gemm": GATHERS,
+    "a2a+gemm": GATHERS,
+    "gemm+rs": KINDS,
+    "gemm+ar": KINDS,
+    "gemm+a2a": [kind for kind in GATHERS if kind[0][1] % 64 == 0],
+}
+CASES = [(pattern, kind) for pattern, kinds in KINDS_OF.items() for kind in kinds]
 Calls = list[dict[str, Any]]
 
 
@@ -35,15 +49,17 @@ def drawn(there: LocalRanks, seed: int) -> Calls:
     """The tensors of all ranks; D is NaN."""
     gemm, traits = there.gemm, there.gemm.traits
     torch.manual_seed(seed)
-    rows = gemm.m if traits.pattern in {"ag+gemm", "gemm+a2a"} else gemm.m * gemm.ranks
-    b_shape = (gemm.n * gemm.ranks if traits.pattern == "gemm+a2a" else gemm.n, k_of_sum(gemm))
-    rows_of_d = gemm.m if traits.pattern in {"gemm+rs", "a2a+gemm"} else gemm.m * gemm.ranks
+    by_columns = gemm.by_columns
+    rows = gemm.m if traits.pattern in {"ag+gemm", "gemm+a2a"} or by_columns else gemm.m * gemm.ranks
+    b_shape = (gemm.n * gemm.ranks if traits.pattern == "gemm+a2a" or by_columns else gemm.n, k_of_sum(gemm))
+    rows_of_d = gemm.m if traits.pattern in {"gemm+rs", "a2a+gemm"} or by_columns else gemm.m * gemm.ranks
+    columns_of_d = gemm.n * (gemm.ranks if by_columns else 1)
     found = []
     for device in there.devices:
         a, b = (torch.randn(x, device=device, dtype=torch.bfloat16) for x in ((rows, gemm.k), b_shape))
         a = a if traits.a_major == "k" else a.mT.contiguous().mT
         b = b if traits.b_major == "k" else b.mT.contiguous().mT
-        d = torch.full((rows_of_d, gemm.n), float("nan"), device=device, dtype=torch.bfloat16)
+        d = torch.full((rows_of_d, columns_of_d), float("nan"), device=device, dtype=torch.bfloat16)
         found.append({"a": a, "b": b, "d": d})
     return found
 
@@ -79,8 +95,7 @@ def distances(ranks: int) -> tuple[int, ...]:
     return tuple(range(1, ranks))
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize(("pattern", "kind"), CASES, ids=str)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_results(pattern: str, kind: tuple, ranks: int) -> None:
     gemm = RankGemm(traits(pattern, *kind), distances(ranks), 384, 512, 320)
@@ -91,8 +106,7 @@ def test_results(pattern: str, kind: tuple, ranks: int) -> None:
         check(there, calls)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind[2]], ids=str)
+@pytest.mark.parametrize(("pattern", "kind"), [case for case in CASES if not case[1][2]], ids=str)
 def test_one_epilogue_stage(pattern: str, kind: tuple) -> None:
     """Each subtile waits until the one before has been stored."""
     gemm = RankGemm(traits(pattern, *kind, epilogue_stages=1), distances(2), 1160, 1544, 328)
@@ -114,21 +128,42 @@ def test_odd_shapes(pattern: str, ranks: int) -> None:
         check(there, calls)
 
 
+@pytest.mark.parametrize(("m", "n", "k"), [(384, 512, 320), (200, 328, 136), (1, 136, 64), (72, 8, 1032)])
+@pytest.mark.parametrize("kind", [*KINDS, ((64, 128), (1, 2), True), ((64, 128), (2, 1), True)], ids=str)
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_shards_of_columns(ranks: int, kind: tuple, m: int, n: int, k: int) -> None:
+    """Of an all-reduce, with terms and late ranks. Every rank gets the same bits."""
+    gemm = RankGemm(traits("gemm+ar", *kind), distances(ranks), m, n, k, by_columns=True)
+    for seed, b_major in enumerate("kn"):
+        gemm = replace(gemm, traits=replace(gemm.traits, b_major=b_major))
+        there = LocalRanks(gemm)
+        calls = drawn(there, seed)
+        for call in calls if seed else ():
+            c = torch.randn_like(call["d"].nan_to_num())
+            call |= {"bias": torch.randn_like(c[0]) * 10, "c": c, "alpha": 0.5, "beta": -2.0}
+        for call in calls[1:] if seed else ():  # the owner of a column adds them, which are equal on all ranks
+            call |= {"bias": calls[0]["bias"].to(call["d"].device), "c": calls[0]["c"].to(call["d"].device)}
+        there.run(there.launches(calls), [100_000 * (rank * 7 % 5) for rank in range(ranks)])
+        check(there, calls)
+        assert all(torch.equal(call["d"].cuda(0), calls[0]["d"]) for call in calls)
+
+
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize(("a_major", "b_major"), [("k", "n"), ("m", "k"), ("m", "n")])
-@pytest.mark.parametrize("kind", [KINDS[1], KINDS[2]], ids=str)
+@pytest.mark.parametrize("kind", [*KINDS[1:4], *KINDS[5:], WIDE_AND_HIGH[0], ((64, 128), (1, 2), True)], ids=str)
 def test_majors(pattern: str, a_major: str, b_major: str, kind: tuple) -> None:
     if pattern in {"ag+gemm", "a2a+gemm"} and a_major == "m":
         pytest.skip("a gather sends rows")
-    gemm = RankGemm(traits(pattern, *kind, a_major=a_major, b_major=b_major), distances(2), 256, 384, 192)
+    if kind in GATHERS and kind not in KINDS_OF[pattern]:
+        pytest.skip("this pattern has no such tile")
+    gemm = RankGemm(traits(pattern, *kind, a_major=a_major, b_major=b_major), distances(2), 264, 392, 200)
     there = LocalRanks(gemm)
     calls = drawn(there, 0)
     there.run(there.launches(calls))
     check(there, calls)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("kind", [KINDS[1], KINDS[2]], ids=str)
+@pytest.mark.parametrize(("pattern", "kind"), [case for case in CASES if case[1] not in {KINDS[0], KINDS[3]}], ids=str)
 def test_terms(pattern: str, kind: tuple) -> None:
     gemm = RankGemm(traits(pattern, *kind), distances(2), 200, 392, 192)
     there = LocalRanks(gemm)
@@ -144,7 +179,7 @@ def test_terms(pattern: str, kind: tuple) -> None:
     check(there, calls)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", GATHERS, ids=str)
 @pytest.mark.parametrize("pattern", ["ag+gemm", "a2a+gemm"])
 def test_all_of_a_is_handed_out(kind: tuple, pattern: str) -> None:
     """Each row of A that is multiplied once, to a tensor whose rows are apart; what lies between them stays."""
@@ -193,7 +228,7 @@ def test_pieces_of_several_slices(pattern: str, order: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["gemm+rs", "gemm+ar"])
-@pytest.mark.parametrize("kind", [KINDS[1], KINDS[2], KINDS[5]], ids=str)
+@pytest.mark.parametrize("kind", [KINDS[1], KINDS[2], *KINDS[5:]], ids=str)
 @pytest.mark.parametrize("lead", [None, 0])
 def test_sums_in_float32(pattern: str, kind: tuple, lead: int | None) -> None:
     gemm = RankGemm(traits(pattern, *kind, partial_dtype="float32"), distances(8), 200, 328, 136, lead=lead)
@@ -224,8 +259,7 @@ def test_many_replays(pattern: str, epoch: int) -> None:
         check(there, calls)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize(("pattern", "kind"), CASES, ids=str)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_rank_alone(pattern: str, kind: tuple, ranks: int) -> None:
     """All flags of rank 0 are set before, so its kernel waits for none: a tool may run one kernel at a time.

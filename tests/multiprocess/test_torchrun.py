@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from distgemm.runtime.launch import Backend
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("torchrun_main.py")
+HOSTS_PROGRAM = Path(__file__).with_name("torchrun_hosts.py")
 
 
 def torchrun(ranks: int, backend: Backend) -> str:
@@ -27,6 +29,23 @@ def torchrun(ranks: int, backend: Backend) -> str:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_ranks_started_by_torchrun_compute_the_product(ranks: int) -> None:
     assert torchrun(ranks, "gloo").split() == ["right"]
+
+
+def test_two_commands_start_two_hosts() -> None:
+    """Both on this machine: torchrun takes a node to be what one command starts."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
+    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=hosts"]
+    started = [
+        subprocess.Popen([*command, str(HOSTS_PROGRAM)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    ended = [process.communicate(timeout=120) for process in started]
+    assert [process.returncode for process in started] == [0, 0], ended
+    lines = sorted(line for out, _ in ended for line in out.split())
+    assert lines == [f"{host}:{rank}:right:2" for host in range(2) for rank in range(2)]
 
 
 @pytest.mark.gpu(2)

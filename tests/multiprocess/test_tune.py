@@ -21,7 +21,7 @@ def found(folder: str) -> list[dict[str, Any]]:
     return _results(folder)
 
 
-CHECKS = (worker.agreement, worker.measuring, worker.kernels, worker.overlapping, worker.compiled)
+CHECKS = (worker.agreement, worker.measuring, worker.all_to_alls, worker.kernels, worker.overlapping, worker.compiled)
 
 
 @once
@@ -70,6 +70,15 @@ def test_a_per_tile_kernel_is_recorded_with_what_executes_more(found: list[dict[
         first, fallback, again = (text for _, _, text in each["of m"])
         assert first == again == str(config)
         assert fallback == each["fallback"] and fallback in each["per tile"].times
+
+
+@pytest.mark.parametrize("pattern", ["gemm+a2a", "a2a+gemm"])
+def test_all_to_alls_are_measured_and_recorded(found: list[dict[str, Any]], pattern: str) -> None:
+    for each in (rank["all_to_alls"] for rank in found):
+        tuned, again, measured = each[pattern]
+        assert tuned.config.execution.execution == "per_tile" and tuned.unfused_ms is None
+        assert tuned.config.fallback.execution.execution == "multi_kernel"
+        assert again == tuned.config and (again.source, measured) == ("recorded", 1)
 
 
 def test_a_plan_must_be_faster_than_the_unfused_program(found: list[dict[str, Any]]) -> None:
@@ -206,7 +215,7 @@ def test_wrong_arguments_of_compile_are_refused(found: list[dict[str, Any]]) -> 
         for text in (first, second, third):
             assert text.startswith("ValueError: pattern and tune are for a problem with schedule='auto', got ")
         assert all(text.startswith("ValueError: schedule='auto' selects provider, config, gemm_") for text in options)
-        assert last == "ValueError: pattern is one of ag+gemm, gemm+rs, gemm+ar, got 'ag'"
+        assert last == "ValueError: pattern is one of ag+gemm, gemm+rs, gemm+ar, gemm+a2a, a2a+gemm, got 'ag'"
 
 
 def test_the_error_in_a_capture_names_the_call_to_make_before(found: list[dict[str, Any]]) -> None:

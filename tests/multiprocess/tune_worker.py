@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import numpy as np
@@ -32,6 +32,7 @@ from distgemm.measure.operation import Method, Operation
 from distgemm.measure.timing import Sample
 from distgemm.runtime import unfused
 from distgemm.runtime.checks import TORCH_DTYPES
+from distgemm.runtime.collective.executable import CollectiveExecutable
 from distgemm.runtime.executable import ExecutionConfig
 from distgemm.runtime.unfused import UnfusedExecutable
 from distgemm.schedulers import PATTERNS, Pattern
@@ -399,6 +400,24 @@ def only_cutlass() -> Iterator[None]:
             providers = {"cutlass": CutlassProvider("90a")}
             stack.enter_context(mock.patch(f"distgemm.tune.{module}.providers", return_value=providers))
         yield
+
+
+def all_to_alls(folder: str) -> dict[str, Any]:
+    """Tuning of all-to-alls with fakes, and the expected results of all patterns."""
+    group, found = dist.group.WORLD, dict[str, Any]()
+    assert group is not None
+    own_cache(folder, "all-to-alls")
+    for pattern in ("gemm+a2a", "a2a+gemm"):
+        with Bench(by_name("per-tile kernel 128x128x64")) as fakes:
+            tuned = tune.tune(LARGE, pattern, group, device=CPU)
+            again = tune.select(LARGE, pattern, group, device=CPU)
+            found[pattern] = tuned, again, len(fakes.measured)
+    for pattern in get_args(Pattern):
+        problem = GemmProblem(64, 48, 32, dtype="float32")
+        operation = Operation(problem, pattern, group, CPU)
+        exe = CollectiveExecutable(distgemm.make_plan(problem, pattern, 2, sync="credit"), group, CPU)
+        operation.check(pattern, exe(operation.a, operation.b))
+    return found
 
 
 def measuring(folder: str) -> dict[str, Any]:

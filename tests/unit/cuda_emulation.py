@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -25,6 +26,7 @@ from distgemm.runtime.cuda.binding import Binder, Bound, CallTensors, first_user
 from distgemm.runtime.cuda.executable import CudaExecutable, copied_buffers
 from distgemm.runtime.cuda.lowering import lower
 from distgemm.runtime.cuda.lowering.actions import Action
+from distgemm.runtime.cuda.nccl import Message
 from distgemm.runtime.cuda.workspace import BUFFERS, FLAG_BYTES, Workspace, WorkspaceBuffer
 from distgemm.runtime.executable import ExecutionConfig
 from distgemm.schedulers import schedule_options
@@ -40,13 +42,63 @@ PAIRWISE_ALL_REDUCE = "all_reduce_1d_pairwise_a"
 ONE_TERM, ANY_TERMS = "one term", "any terms"
 """Providers of the emulation, by how many terms their epilogues add."""
 
-Task = Any  # a MemOp or a Callable[[], None]
+Task = Any  # a MemOp, a Callable[[], None], or an EmulatedExchange
+
+
+def unused(task: Task) -> Task:
+    """The task, or a copy of it where doing it uses it up. Its tensors are the same."""
+    if isinstance(task, EmulatedExchange):
+        return EmulatedExchange(task.machine, task.rank, task.sends, task.receives)
+    return task
+
+
+class Channel:
+    """Messages from one rank to another: begun by the sender, and by the receiver."""
+
+    def __init__(self) -> None:
+        self.sent: list[torch.Tensor] = []
+        self.awaited: list[torch.Tensor] = []
+        self.moved = 0
+
+    def move(self) -> None:
+        """Move the messages that both ranks have begun."""
+        while self.moved < min(len(self.sent), len(self.awaited)):
+            source, target = self.sent[self.moved], self.awaited[self.moved]
+            assert source.shape == target.shape and source.dtype == target.dtype
+            target.copy_(source)
+            self.moved += 1
+
+
+class EmulatedExchange:
+    """Messages of a rank, all at once. It ends once the peers have begun theirs; no message waits in a buffer."""
+
+    def __init__(self, machine: Machine, rank: int, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        self.machine, self.rank, self.sends, self.receives = machine, rank, sends, receives
+        self.ends: list[tuple[Channel, int]] | None = None
+
+    def done(self) -> bool:
+        if self.ends is None:
+            channels, self.ends = self.machine.channels, []
+            for peer, memory in self.sends:
+                channel = channels[self.rank, peer]
+                channel.sent.append(memory)
+                self.ends.append((channel, len(channel.sent)))
+            for peer, memory in self.receives:
+                memory.view(torch.uint8).fill_(0xFF)  # what was there is gone once the message may come
+                channel = channels[peer, self.rank]
+                channel.awaited.append(memory)
+                self.ends.append((channel, len(channel.awaited)))
+            for channel, _ in self.ends:
+                channel.move()
+        return all(channel.moved >= number for channel, number in self.ends)
 
 
 class Machine:
-    """All ranks: their memories and their flags."""
+    """All ranks: their memories, their flags, and the channels between hosts."""
 
-    def __init__(self, ranks: int, slot_bytes: int) -> None:
+    def __init__(self, ranks: int, slot_bytes: int, ranks_per_host: int | None = None) -> None:
+        self.channels: dict[tuple[int, int], Channel] = defaultdict(Channel)
+        self.ranks_per_host = ranks_per_host or ranks
         self.slots = [
             [torch.full((slot_bytes + 256,), 0xFF, dtype=torch.uint8) for _ in range(ranks)] for _ in range(BUFFERS)
         ]
@@ -59,6 +111,8 @@ class Machine:
 
     def done(self, task: Task) -> bool:
         """Do a task. False for a wait that goes on."""
+        if isinstance(task, EmulatedExchange):
+            return task.done()
         if not isinstance(task, MemOp):
             task()
         elif task.wait:
@@ -72,7 +126,8 @@ class Machine:
 def machine_of(plans: list[distgemm.Plan]) -> Machine:
     """Ranks with room for each of these plans."""
     ranks = plans[0].world_size
-    return Machine(ranks, max(plan.workspace_bytes(rank) for plan in plans for rank in range(ranks)))
+    size = max(plan.workspace_bytes(rank) for plan in plans for rank in range(ranks))
+    return Machine(ranks, size, plans[0].ranks_per_host)
 
 
 class FakeWorkspace(Workspace):
@@ -80,15 +135,23 @@ class FakeWorkspace(Workspace):
 
     def __init__(self, machine: Machine, rank: int, ranks: int) -> None:
         self.machine, self.rank, self.world_size = machine, rank, ranks
+        first = rank // machine.ranks_per_host * machine.ranks_per_host
+        self.ranks = range(first, first + machine.ranks_per_host)
         self.buffers = tuple(
-            WorkspaceBuffer(rank, [(peer << 32) + (number << 24) for peer in range(ranks)]) for number in range(BUFFERS)
+            WorkspaceBuffer(rank, {peer: (peer << 32) + (number << 24) for peer in self.ranks}, ranks)
+            for number in range(BUFFERS)
         )
+        self.across = self if len(self.ranks) < ranks else None  # type: ignore[assignment]
         self.peers = self.buffers[0].peers
         self.current_buffer = 0
         self.dead, self.replaced, self.kept = None, False, []
         self.executables: list[Any] = []
 
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], stream: int) -> None:
+        raise AssertionError("launches are emulated")
+
     def slot(self, buffer: int, rank: int, offset: int, size: int) -> torch.Tensor:
+        assert rank in self.ranks, "hosts share no memory"
         return self.machine.slots[buffer][rank][offset : offset + size]
 
 
@@ -223,6 +286,11 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
     def bind_flag_ops(phases: Any, device: int) -> Any:
         return EmulatedLaunch(tasks, *chain.from_iterable(phases))
 
+    def exchange(put: Any, sends: Sequence[Message], receives: Sequence[Message]) -> Any:
+        workspace = put.__self__
+        return EmulatedLaunch(tasks, EmulatedExchange(workspace.machine, workspace.rank, sends, receives))
+
+    monkeypatch.setattr(binding, "ExchangeLaunch", exchange)
     monkeypatch.setattr(binding, "bind_flag_ops", bind_flag_ops)
     monkeypatch.setattr(binding, "get_provider", Provider)
     monkeypatch.setattr(binding, "FlagOpsLaunch", lambda ops: EmulatedLaunch(tasks, *ops))

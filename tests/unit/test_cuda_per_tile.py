@@ -38,6 +38,7 @@ GATHER, SCATTER, ALL_REDUCE = (
     "reduce_scatter_1d_pairwise_a",
     "all_reduce_1d_pairwise_a",
 )
+BY_COLUMNS = "all_reduce_1d_tiling_b_rotating_c"
 TO_OWNERS, FROM_HOLDERS = "all_to_all_1d_rotating_d", "all_to_all_1d_rotating_a"
 SCHEDULES = {
     "ag+gemm": GATHER,
@@ -58,6 +59,7 @@ ACCEPTED = {
     GATHER: ("ag+gemm", (1, 2, 3)),
     "all_reduce_1d_pairwise_a": ("gemm+ar", (1, 2, 3)),
     "all_reduce_1d_tiling_a_rotating_c": ("gemm+ar", (3, 2, 1)),
+    BY_COLUMNS: ("gemm+ar", (3, 2, 1)),
     TO_OWNERS: ("gemm+a2a", (1, 2, 3)),
     FROM_HOLDERS: ("a2a+gemm", (1, 2, 3)),
     SCATTER: ("gemm+rs", (1, 2, 3)),
@@ -70,7 +72,6 @@ REFUSED = {
     "all_to_all_1d_pairwise_xor_a": "one shard of columns of A in each iteration, all ranks at the same distances",
     "all_to_all_1d_pairwise_xor_d": "one shard of columns in each iteration, all ranks at the same distances",
     "all_reduce_1d_one_shot_a": "one shard of rows in each iteration",
-    "all_reduce_1d_tiling_b_rotating_c": "one shard of rows in each iteration",
     "reduce_scatter_1d_tiling_b_rotating_c": "scatters rows of D",
 }
 
@@ -84,7 +85,9 @@ def test_every_schedule_is_executed_or_refused_by_name(schedule: str) -> None:
         gemm = gemm_of(plan)
         assert (gemm.traits.pattern, gemm.distances) == ACCEPTED[schedule]
         a, d = plan.shard_shape("A", 1), plan.shard_shape("D", 1)
-        assert (gemm.m, gemm.n, gemm.k) == (128, d[1], a[1])
+        by_columns = schedule == BY_COLUMNS
+        assert (gemm.m, gemm.n, gemm.k) == ((512, d[1] // 4, a[1]) if by_columns else (128, d[1], a[1]))
+        assert gemm.by_columns == by_columns
         assert gemm.traits.sends == gemm.traits.gathers == (gemm.traits.pattern in {"ag+gemm", "a2a+gemm"})
     else:
         message = REFUSED[schedule] if axes == 1 else r"one axis, got the mesh \(2, "
@@ -154,8 +157,10 @@ def test_other_plans_that_are_refused() -> None:
     ("schedule", "shape", "kernel", "stages"),
     [
         (GATHER, (2048, 4 * 768, 4096), "128x128x64_2x1_pingpong", 2),
-        (GATHER, (2048, 4 * 2304, 16384), "128x192x64_2x1_cooperative", 1),
-        (GATHER, (2048, 4 * 3584, 4096), "128x256x64_2x1_cooperative", 1),
+        (GATHER, (2048, 4 * 2304, 16384), "256x160x64_1x2_cooperative", 1),
+        (GATHER, (2048, 4 * 1280, 8192), "128x160x64_2x1_cooperative", 1),
+        (GATHER, (2048, 4 * 3584, 4096), "128x224x64_2x1_cooperative", 1),
+        (GATHER, (8192, 4 * 3584, 4096), "128x256x64_2x1_cooperative", 1),
         (SCATTER, (2048, 8192, 4 * 1024), "128x128x64_2x1_pingpong", 4),
         (SCATTER, (2048, 16384, 4 * 2048), "128x256x64_2x1_cooperative", 1),
         (ALL_REDUCE, (2048, 8192, 4 * 1024), "128x128x64_2x1_pingpong", 3),
@@ -286,6 +291,26 @@ def test_descriptors_and_slots_lie_within_the_memory(pattern: str) -> None:
             start = (3 << 40) + spaces.slots + buffer * spaces.slots_of_buffer
             assert (found.address, *found.extents) == (start, gemm.k, gemm.m, 2)
             assert found.strides[1] * 2 <= spaces.slots_of_buffer
+
+
+@pytest.mark.usefixtures("_driver")
+@pytest.mark.parametrize("cluster", [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("tile", [(128, 128), (128, 160), (128, 224), (256, 128)])
+@pytest.mark.parametrize(("a_major", "b_major"), [("k", "k"), ("m", "n")])
+def test_boxes_fill_a_stage(tile: tuple[int, int], cluster: tuple[int, int], a_major: Any, b_major: Any) -> None:
+    """The boxes that all blocks of a cluster load have the bytes that the barrier of a stage expects (load_)."""
+    traits = KernelTraits("gemm+rs", tile, cluster, a_major=a_major, b_major=b_major)
+    gemm = RankGemm(traits, (1, 2), 200, 328, 640)
+    given = tensors_of(gemm)
+    if a_major == "m":
+        given |= {name: given[name].T.contiguous().T for name in "ab"}
+    params = params_of(gemm, space_of(gemm, 0), **given)
+    boxes, total = [Recorded.from_buffer_copy(x).box for x in (params.a, params.b)], 0
+    for box, columns, blocks in zip(boxes, (tile[0], traits.loaded_columns), reversed(cluster), strict=True):
+        copies = 1 if a_major == "k" else columns // box[0]
+        assert box[0] == 64 and copies * box[0] * box[1] * blocks == columns * 64 and box[1] % 8 == 0
+        total += copies * box[0] * box[1] * blocks * 2
+    assert traits.stages * total <= 227 << 10
 
 
 @pytest.mark.usefixtures("_driver")
@@ -574,8 +599,8 @@ def test_what_tma_cannot_read_is_copied_if_that_is_allowed(
 
 @pytest.mark.usefixtures("pretended", "_driver")
 def test_columns_of_b_have_another_kernel_and_the_same_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With this shape, tiles of 128x192 are best, whose clusters cannot load columns of B."""
-    problem = GemmProblem(6144, 1152, 1024)
+    """Where columns of B are contiguous, a stage of a tile with 160 columns has 192."""
+    problem = GemmProblem(6144, 960, 1024)
     found = []
     for turned_b in (False, True):
         there = Pretended("ag+gemm", monkeypatch, problem, turned_b=turned_b)
@@ -584,7 +609,8 @@ def test_columns_of_b_have_another_kernel_and_the_same_workspace(monkeypatch: py
         there.exe(a, b.T.contiguous().T, out=d)
         found.append((there.exe.gemm, there.built, [traits for traits, _, _ in there.launched]))
     (one, built, launched), (other, built_turned, launched_turned) = found
-    assert one.traits.tile == (128, 192) != other.traits.tile
+    assert one.traits.tile[1] == other.traits.tile[1] == 160
+    assert (one.traits.loaded_columns, other.traits.loaded_columns) == (160, 192)
     assert (one.traits.b_major, other.traits.b_major) == ("k", "n")
     assert (one.flags, one.slot_bytes) == (other.flags, other.slot_bytes)
     assert built[0] == one.traits.source() and built_turned[0] == other.traits.source()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -321,3 +323,20 @@ def test_torch_compile_computes_the_same() -> None:
 def test_the_smallest_steps_are_those_of_torch() -> None:
     for dtype in DTYPES:
         assert smallest_step(name_of(dtype)) == torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+
+
+RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "fp8_training.json"
+
+
+@pytest.mark.skipif(not RECORDED.is_file(), reason="a source archive has no benchmarks/")
+@pytest.mark.parametrize("recipe", fp8.RECIPES)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_recorded_losses_follow_bf16_and_one_rank(recipe: str, ranks: int) -> None:
+    runs = {
+        (run["run"]["recipe"], run["run"]["tp"]): run
+        for run in json.loads(RECORDED.read_text())["runs"]
+        if run["run"]["scope"] == "global" and run["run"]["steps"] == 300
+    }
+    found, alone = runs[recipe, ranks], runs[recipe, 1]
+    assert found["loss"] == pytest.approx(runs["bf16", 1]["loss"], rel=0.01)
+    assert found["losses"][0] == pytest.approx(alone["losses"][0], rel=1e-4)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from distgemm.gemm.select import CACHE, FP8_RATES, OVERHEADS, RATES, estimate, g
 from distgemm.gemm.tiles import FP8_TILES, TILES
 from distgemm.measure.models import MODELS
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 HOPPER = CutlassProvider("90a")
 DEVICE = "NVIDIA H200"
 
@@ -111,6 +114,17 @@ def test_every_tile_has_one_rate() -> None:
     matrices = (MatrixSpec(dtype, 256, 256) for dtype in ("float8_e4m3fn", "float8_e5m2", "bfloat16"))
     for product, rates in ((spec(256, 256, 256), RATES), (GemmSpec(*matrices), FP8_RATES)):
         assert {(one.kernel_schedule, *one.tile[:2]) for one in HOPPER.configs(product)} == set(rates)
+
+
+@pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="a source archive has no benchmarks/")
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "blockwise"])
+def test_the_selected_tile_for_fp8_is_about_the_fastest(scaling: str) -> None:
+    """Of the configurations that an H100 measured, with the rates that are listed."""
+    excess = runpy.run_path(str(BENCHMARKS / "gemm_fp8.py"))["excess"]
+    rows = json.loads((BENCHMARKS / "results" / "gemm_fp8_h100.json").read_text())["rows"]
+    slower = [excess(row) for row in rows if row["scaling"] == scaling]
+    assert len(slower) == 24
+    assert statistics.geometric_mean(slower) <= 1.02
 
 
 # --- measured configurations ----------------------------------------------------------------------------

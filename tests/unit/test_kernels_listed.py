@@ -20,7 +20,7 @@ import distgemm
 from distgemm.gemm import select as gemm_select
 from distgemm.gemm.cutlass import CutlassProvider, kernel_source
 from distgemm.gemm.nvcc import KernelSource
-from distgemm.gemm.per_tile.select import traits_of
+from distgemm.gemm.per_tile.select import CONFIGS, traits_of
 from distgemm.gemm.target import compiling_for
 from distgemm.measure.models import MODELS, Layer
 from distgemm.plan.problem import GemmProblem
@@ -30,7 +30,7 @@ from distgemm.torch_ops.needs import Need, record_needs
 from distgemm.torch_ops.warmup import needs_of
 from distgemm.tune import gemm as gemm_tuning
 from distgemm.tune.cache import look_up
-from distgemm.tune.candidates import PER_TILE_CONFIGS, predicted, shortlist, specs_of
+from distgemm.tune.candidates import predicted, shortlist, specs_of
 from distgemm.tune.kernels import sources_of
 from distgemm.tune.select import fitting
 
@@ -87,9 +87,9 @@ def test_per_tile_kernels_are_listed(listed: set[KernelSource]) -> None:
         traits_of(config, pattern, turned_b=turned_b).source()
         for pattern, both in patterns
         for turned_b in {False, both}
-        for config in PER_TILE_CONFIGS
+        for config in CONFIGS[pattern]
     }
-    assert len(wanted) == 25 and wanted == {source for source in listed if source.file == "per_tile.cu"}
+    assert len(wanted) == 30 and wanted == {source for source in listed if source.file == "per_tile.cu"}
 
 
 @pytest.mark.parametrize("group", [2, 4], indirect=True)

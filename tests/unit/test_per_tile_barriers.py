@@ -219,6 +219,7 @@ def behind(kernel: Kernel) -> int:
         Kernel((1, 1), 8, 3, 1, pingpong=False),
         Kernel((2, 2), 6, 4, 2, pingpong=True),
         Kernel((2, 2), 4, 1, 4, pingpong=False),
+        Kernel((1, 2), 3, 1, 6, pingpong=False),
     ],
     ids=str,
 )

@@ -21,20 +21,41 @@ REDUCE = KernelTraits("gemm+rs", (128, 128), (2, 1), pingpong=True, epilogue_sta
     ("changes", "said"),
     [
         ({"dtype": "float32"}, "dtype is bfloat16 or float16"),
-        ({"tile": (96, 256)}, "64 rows and 64"),
-        ({"tile": (128, 200)}, "128 rows and 64 or 128"),
-        ({"tile": (256, 256)}, "got 256x256"),
+        ({"tile": (96, 256)}, "64 or 128 rows of a tile and 64 to 256 columns"),
+        ({"tile": (128, 200)}, "a multiple of 32"),
+        ({"tile": (256, 256)}, "at most 24576 elements in all; got 256x256"),
+        ({"tile": (256, 160), "pattern": "gemm+rs", "sends": False}, "at most 16384 elements in all; got 256x160"),
+        ({"tile": (128, 160), "cluster": (3, 1)}, "a multiple of 8 rows .* of 128x160 and clusters of 3x1"),
+        ({"pattern": "gemm+a2a", "tile": (128, 160), "sends": False}, "multiples of 128 bytes, got 160 col"),
         ({"epilogue_stages": 6}, "2 stages, and 3 are needed"),
         ({"a_major": "m"}, "sends rows of a gather"),
         ({"pattern": "gemm+rs"}, "sends rows of a gather"),
-        ({"tile": (128, 192), "b_major": "n"}, "multiples of 64 columns of B"),
-        ({"tile": (64, 128), "cluster": (1, 2), "pingpong": True, "a_major": "m", "sends": False}, "columns of A"),
         ({"pattern": "gemm+ar", "sends": False, "out_dtype": "float32"}, "no wider than partial sums"),
     ],
 )
 def test_other_kernels_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         replace(GATHER, **changes)
+
+
+@pytest.mark.parametrize(
+    ("tile", "b_major", "columns", "stages"),
+    [
+        ((128, 256), "k", 256, 4),
+        ((128, 224), "k", 224, 4),
+        ((128, 224), "n", 256, 4),
+        ((128, 160), "k", 160, 5),
+        ((128, 160), "n", 192, 4),
+        ((256, 192), "k", 192, 3),
+        ((256, 160), "n", 192, 3),
+    ],
+)
+def test_stages_are_as_many_as_fit(tile: tuple[int, int], b_major: Any, columns: int, stages: int) -> None:
+    traits = replace(GATHER, tile=tile, b_major=b_major)
+    assert (traits.loaded_columns, traits.stages) == (columns, stages)
+    one = (tile[0] + columns) * 128
+    others = (2 + 2) * 8192 + 2048  # subtiles, what is sent, and the rest
+    assert stages * one + others <= 227 << 10 < (stages + 1) * one + others
 
 
 def test_too_many_tiles_are_refused() -> None:
@@ -47,6 +68,10 @@ def test_slots_and_flags_lie_behind_each_other() -> None:
     tiles = 4 * 4  # 2 rows and 4 columns of clusters of 256x128
     assert gemm.flags == 3 * tiles
     assert gemm.slot_bytes == gemm.flags * 128 * 128 * 2
+    narrow = RankGemm(replace(REDUCE, tile=(128, 160), pingpong=False, epilogue_stages=1), (1, 2, 3), 300, 500, 64)
+    assert narrow.slot_bytes == 3 * (2 * 2 * 4 * 2) * 3 * 8192  # each part has 2.5 subtiles
+    slim = RankGemm(replace(REDUCE, pattern="gemm+ar", tile=(128, 96), epilogue_stages=1), (1, 2, 3), 300, 500, 64)
+    assert slim.slot_bytes == 2 * 3 * (2 * 2 * 6) * 4 * 8192  # a part of a result has 2 x 2 subtiles, one of a sum 3
     both = RankGemm(replace(REDUCE, pattern="gemm+ar", epilogue_stages=3), (1, 2, 3), 300, 500, 64)
     assert both.flags == 2 * gemm.flags
     gather = RankGemm(GATHER, (1, 2, 3), 300, 500, 640)
@@ -91,6 +116,9 @@ def test_the_struct_of_an_order() -> None:
         REDUCE,
         replace(REDUCE, pattern="gemm+ar", tile=(256, 128), pingpong=False, epilogue_stages=3, b_major="n"),
         replace(REDUCE, partial_dtype="float32", dtype="float16", out_dtype="float16", a_major="m"),
+        replace(GATHER, tile=(256, 192), cluster=(1, 2)),
+        replace(GATHER, tile=(128, 160), b_major="n"),
+        replace(REDUCE, tile=(128, 224), pingpong=False, epilogue_stages=1),
         replace(REDUCE, pattern="gemm+a2a", epilogue_stages=3, b_major="n"),
         replace(GATHER, pattern="a2a+gemm"),
     ],
@@ -104,7 +132,7 @@ def test_kernels_compile(traits: KernelTraits) -> None:
     control = [cubin.number(name) for name in ("control.dead", "control.begun", "control")]
     assert control == [Control.dead.offset, Control.begun.offset, CONTROL_BYTES]
     fields = {name: fact for name, fact in cubin.facts.items() if fact.size}
-    assert len(fields) == 16
+    assert len(fields) == 17
     for name, fact in fields.items():
         kind: Any = Params
         offset = 0

@@ -105,8 +105,9 @@ class Ranks:
                 assert received is not None
                 of_a = received[distance - 1]
             else:
-                of_a = a[owner if self.pattern in {"gemm+rs", "gemm+ar", "a2a+gemm"} else 0]
-            of_b = b[owner if self.pattern in {"gemm+a2a", "a2a+gemm"} else 0]
+                by_rows = self.pattern in {"gemm+rs", "gemm+ar", "a2a+gemm"} and not gemm.by_columns
+                of_a = a[owner if by_rows else 0]
+            of_b = b[owner if self.pattern in {"gemm+a2a", "a2a+gemm"} or gemm.by_columns else 0]
             of_a = of_a if gemm.traits.a_major == "k" else of_a.T
             of_b = of_b if gemm.traits.b_major == "k" else of_b.T
             total = total + of_a[tile.rows, k].float() @ of_b[tile.columns, k].float().T
@@ -156,7 +157,7 @@ class Ranks:
         assert not self.slots
 
 
-def drawn(pattern: Pattern, ranks: int) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
+def drawn(pattern: Pattern, ranks: int, by_columns: bool) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
     """The tensors of each rank, and its D."""
     chance = torch.Generator().manual_seed(0)
 
@@ -176,7 +177,8 @@ def drawn(pattern: Pattern, ranks: int) -> tuple[list[dict[str, Tensor]], list[T
         a, b = numbers(M * ranks, K * ranks), numbers(N, K * ranks)
         parts, wanted = (a.chunk(ranks, 1), [b] * ranks), product(a, b).chunk(ranks)
     else:
-        a, b = numbers(M * ranks, K * ranks), numbers(N, K * ranks)
+        a = numbers(M * (1 if by_columns else ranks), K * ranks)
+        b = numbers(N * (ranks if by_columns else 1), K * ranks)
         every = product(a, b)
         parts = a.chunk(ranks, 1), b.chunk(ranks, 1)
         wanted = every.chunk(ranks) if pattern == "gemm+rs" else [every] * ranks
@@ -186,19 +188,26 @@ def drawn(pattern: Pattern, ranks: int) -> tuple[list[dict[str, Tensor]], list[T
     return tensors, list(wanted)
 
 
-@pytest.mark.parametrize("pattern", PATTERN_NUMBERS)
+@pytest.mark.parametrize(
+    ("pattern", "by_columns"), [*((pattern, False) for pattern in PATTERN_NUMBERS), ("gemm+ar", True)]
+)
 @pytest.mark.parametrize(("a_major", "b_major"), [("k", "k"), ("k", "n"), ("m", "k")])
 @pytest.mark.parametrize("distances", [(1,), (2, 3, 1)], ids=str)
 def test_results(
-    pattern: Pattern, a_major: Any, b_major: Any, distances: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    pattern: Pattern,
+    by_columns: bool,
+    a_major: Any,
+    b_major: Any,
+    distances: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sends = pattern in {"ag+gemm", "a2a+gemm"}
     if sends and a_major == "m":
         pytest.skip("a gather sends rows")
     monkeypatch.setattr(structs, "libcuda", Driver)
     traits = KernelTraits(pattern, (64, 128), (2, 1), True, a_major=a_major, b_major=b_major, sends=sends)
-    gemm = RankGemm(traits, distances, M, N, K)
-    tensors, wanted = drawn(pattern, gemm.ranks)
+    gemm = RankGemm(traits, distances, M, N, K, by_columns=by_columns)
+    tensors, wanted = drawn(pattern, gemm.ranks, by_columns)
     for given in tensors:
         if a_major == "m":
             given["a"] = given["a"].T.contiguous().T

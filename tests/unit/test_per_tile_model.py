@@ -23,7 +23,7 @@ UNLIMITED = replace(MACHINE, memory=MAX_FIGURE, rates={"bfloat16": Rate(930.0, M
 """A machine that only its SMs limit."""
 
 
-def gemm(pattern: Pattern, ranks: int, m: int, n: int, k: int, kernel: str = CONFIGS[0]) -> RankGemm:
+def gemm(pattern: Pattern, ranks: int, m: int, n: int, k: int, kernel: str = "128x256x64_2x1_cooperative") -> RankGemm:
     return RankGemm(traits_of(kernel, pattern), tuple(range(1, ranks)), m // ranks, n, k)
 
 
@@ -42,7 +42,7 @@ def test_one_rank_is_waves_of_tiles(m: int) -> None:
 def test_a_slow_link_bounds_the_time(pattern: Pattern, ranks: int) -> None:
     """The last that a rank waits for is the last byte of the link, and what it does with it."""
     slow = Costs(MACHINE, send_gb_per_s=5.0, store_gb_per_s=5.0)
-    for kernel in CONFIGS:
+    for kernel in CONFIGS[pattern]:
         found = predict_per_tile(gemm(pattern, ranks, 4096, 3072, 1024, kernel), slow)
         passes = 2 if pattern == "gemm+ar" else 1
         size = 4096 * (1024 if pattern in {"ag+gemm", "a2a+gemm"} else 3072) * 2 / ranks * (ranks - 1) * passes
@@ -87,7 +87,7 @@ def test_results_of_peers_are_taken_to_d() -> None:
 
 def test_other_tiles_are_refused() -> None:
     other = gemm("gemm+rs", 2, 512, 512, 512, "64x192x64_2x1_pingpong")
-    with pytest.raises(ValueError, match=r"tiles of 128x256, 128x192, 128x128, 64x256, 64x128, got 64x192"):
+    with pytest.raises(ValueError, match=r"tiles of 128x256, 128x224, .*, 64x128, got 64x192"):
         predict_per_tile(other, Costs(MACHINE))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,14 @@ class FakeGroup:
 def prepared(executable: Any, options: Any) -> dispatch.PreparedCall:
     group: Any = FakeGroup()
     return dispatch.PreparedCall(executable, options, GroupRef(group))
+
+
+def test_auto_takes_measured_configurations_of_equal_columns() -> None:
+    problem = distgemm.GemmProblem(m=64, n=64, k=64)
+    assert dispatch.is_tuned(problem, "auto", None)
+    assert not dispatch.is_tuned(problem, "auto", 2) and not dispatch.is_tuned(problem, "ag+gemm", None)
+    for heads in ({"n_per_rank": (40, 24)}, {"k_per_rank": (40, 24)}, {"n": 32, "n_per_rank": (32, 32)}):
+        assert not dispatch.is_tuned(dataclasses.replace(problem, **heads), "auto", None)
 
 
 @pytest.mark.parametrize("missing", ["executable", "comparison with a bias", ""])

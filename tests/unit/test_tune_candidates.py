@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from typing import Any
+import math
+from typing import Any, get_args
 
 import pytest
 
@@ -13,14 +14,14 @@ from distgemm import DistributedTileScheduler, GemmProblem, PlanError, get_sched
 from distgemm.gemm.cublas import CublasProvider
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.per_tile.model import Costs, predict_per_tile
-from distgemm.gemm.per_tile.select import gemm_of
+from distgemm.gemm.per_tile.select import CONFIGS, gemm_of
 from distgemm.measure.models import MODELS
 from distgemm.runtime.executable import ExecutionConfig
 from distgemm.schedulers import PATTERNS, Pattern, registry
 from distgemm.simulator.machine import Machine
 from distgemm.tune import UNFUSED, TunedConfig, candidates, list_candidates, predicted, register_candidate, shortlist
 from distgemm.tune.candidates import SLOWDOWN_LIMIT, per_tile_status, specs_of
-from distgemm.tune.search import FINALISTS, finalists, round_up
+from distgemm.tune.search import FINALISTS, finalists, measurable, round_up
 
 GATHER = "all_gather_1d_tiling_cd_rotating_a"
 CHAIN = "reduce_scatter_1d_tiling_a_rotating_c"
@@ -67,23 +68,37 @@ def test_the_best_predictions_and_the_unfused_programs_are_measured(ranks: int) 
         for config, time in plans.items():
             execution = config.execution.execution
             best[execution] = min(time, best.get(execution, time))
-        wanted = {config for config, time in plans.items() if time <= SLOWDOWN_LIMIT * best[config.execution.execution]}
+        limits = {execution: SLOWDOWN_LIMIT[execution] * time for execution, time in best.items()}
+        wanted = {config for config, time in plans.items() if time <= limits[config.execution.execution]}
         assert set(found[: -len(unfused)]) == wanted
         assert len({str(config) for config in found}) == len(found) <= 70
         registered = {(each.schedule, each.options) for each in list_candidates(pattern)}
         assert {(config.schedule, config.options) for config in wanted} <= registered
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+def test_few_rows_are_reduced_by_columns() -> None:
+    """Where shards of rows would not fill tiles: B is then read once. For such rows the model prefers it."""
+    for m in (16, 64, 128, 255, 256):
+        times = candidates.predictions(GemmProblem(m, 16384, 26624), "gemm+ar", 4)
+        found: dict[str, float] = {}
+        for config, time in times.items():
+            if config.execution.execution == "per_tile":
+                found[config.schedule] = min(time, found.get(config.schedule, math.inf))
+        assert (candidates.BY_COLUMNS in found) == (m < 256)
+        if m < 256 and m % 4 == 0:
+            assert found[candidates.BY_COLUMNS] < 0.8 * found["all_reduce_1d_pairwise_a"]
+
+
+@pytest.mark.parametrize("pattern", get_args(Pattern))
 def test_per_tile_kernels_are_considered(pattern: Pattern) -> None:
     """As the model predicts them. Their texts and records say all."""
     problem, machine = GemmProblem(2048, 8192, 8192), Machine.load(candidates.MACHINE)
     times = candidates.predictions(problem, pattern, 4)
     found = {config: time for config, time in times.items() if config.execution.execution == "per_tile"}
-    assert [config.execution.config for config in found] == list(candidates.PER_TILE_CONFIGS[:-1])
+    assert [config.execution.config for config in found] == list(CONFIGS[pattern][:-1])
     few = candidates.predictions(GemmProblem(256, 8192, 8192), pattern, 4)
     tiles = [config.execution.config for config in few if config.execution.execution == "per_tile"]
-    assert tiles == list(candidates.PER_TILE_CONFIGS)
+    assert tiles == list(CONFIGS[pattern])
     for config, time in found.items():
         gemm = gemm_of(config.plan(problem, 4), config.execution.config)
         assert time == predict_per_tile(gemm, Costs(machine)).time
@@ -91,7 +106,7 @@ def test_per_tile_kernels_are_considered(pattern: Pattern) -> None:
         assert str(config) == f"{config.schedule}, per-tile kernel {config.execution.config}"
     least = min(found.values())
     assert per_tile(problem, pattern) == sorted(
-        (config for config, time in found.items() if time <= SLOWDOWN_LIMIT * least), key=found.__getitem__
+        (config for config, time in found.items() if time <= SLOWDOWN_LIMIT["per_tile"] * least), key=found.__getitem__
     )
 
 
@@ -112,14 +127,28 @@ def test_why_per_tile_kernels_are_not_considered(
 ) -> None:
     with caplog.at_level(logging.INFO, "distgemm"):
         found = list(candidates._per_tile(problem, "ag+gemm", 4, Machine.load(candidates.MACHINE)))
-    assert found == [] and len(caplog.records) == len(candidates.PER_TILE_CONFIGS) and reason in caplog.text
+    assert found == [] and len(caplog.records) == len(CONFIGS["ag+gemm"]) and reason in caplog.text
 
 
-def test_a_kernel_that_cannot_load_columns_of_b_is_no_candidate() -> None:
+@pytest.mark.parametrize(("pattern", "split"), [("gemm+a2a", "n"), ("a2a+gemm", "k")])
+def test_all_to_alls_are_considered(pattern: Pattern, split: str) -> None:
+    """Without an unfused program. The measured problem has equal shards."""
+    configs = shortlist(PROBLEM, pattern, 4)
+    assert {config.execution.execution for config in configs} == {"multi_kernel", "per_tile"}
+    assert all(config.method == "plan" for config in candidates.predictions(PROBLEM, pattern, 4))
+    assert predicted(PROBLEM, pattern, 4).execution.execution == "per_tile"
+    whole = round_up(GemmProblem(7, 72, 72), pattern, 4)
+    assert (whole.m, getattr(whole, split)) == (8, 96) and {whole.n, whole.k} == {72, 96}
+    for heads in ({"n_per_rank": (2048,) * 4}, {"k_per_rank": (1024,) * 4}):
+        assert "where all ranks have as many" in measurable(dataclasses.replace(PROBLEM, **heads)).reason
+    assert measurable(PROBLEM)
+
+
+def test_a_kernel_that_there_is_not_is_no_candidate() -> None:
     plan = make_plan(GemmProblem(2048, 8192, 8192), GATHER, 4, sync="barrier")
-    status = per_tile_status(plan, "128x192x64_2x1_cooperative")
-    assert not status and "multiples of 64 columns of B if these are contiguous, got 96" in status.reason
-    assert all(per_tile_status(plan, config) for config in candidates.PER_TILE_CONFIGS)
+    status = per_tile_status(plan, "128x200x64_2x1_cooperative")
+    assert not status and "a multiple of 32" in status.reason
+    assert all(per_tile_status(plan, config) for config in CONFIGS["ag+gemm"])
 
 
 def test_the_fastest_prediction_is_taken_also_of_per_tile_kernels() -> None:
@@ -242,7 +271,7 @@ def test_what_nothing_computes_has_no_prediction() -> None:
     with pytest.raises(ValueError, match="nothing multiplies"):
         predicted(problem, "ag+gemm", 2)
     for call in (shortlist, predicted):
-        with pytest.raises(ValueError, match=r"pattern is one of ag\+gemm, gemm\+rs, gemm\+ar, got 'ag'"):
+        with pytest.raises(ValueError, match=r"pattern is one of ag\+gemm, .*, a2a\+gemm, got 'ag'"):
             call(problem, "ag", 2)  # type: ignore[arg-type]
 
 

@@ -91,15 +91,16 @@ class Attention(nn.Module):
 
 
 def test_kernels_of_an_all_to_all(mesh: Any) -> None:
-    """Its calls take the rule also on GPUs, so they need the kernels of one plan each, and of the copies."""
+    """A call with copies takes the rule also on GPUs, so it needs the kernels of one plan. Others are measured."""
     needs = needs_of(Attention(mesh), torch.empty(TOKENS // 2, HIDDEN, requires_grad=True))
     assert [each.pattern for each in needs] == ["gemm+a2a"] * 2 + ["a2a+gemm", "gemm+a2a"] + ["a2a+gemm"] * 2
     assert [each.problem.n_per_rank for each in needs[:2]] == [None, (16, 16)]
     assert needs[4].problem.k == 32  # the gradients of both copies
     with compiling_for("90a", "NVIDIA H200"):
         on_gpus = [replace(each, device="cuda", problem=replace(each.problem, dtype="bfloat16")) for each in needs]
-        found = [source.file for source in sources_for(on_gpus, "measured")]
-    assert set(found) == {"gemm.cu", "sum.cu"}
+        found = [{source.file for source in sources_for([each], "measured")} for each in on_gpus[:3]]
+    measured = {"gemm.cu", "sum.cu", "per_tile.cu"}
+    assert found[1] == {"gemm.cu", "sum.cu"} and found[0] >= measured and found[2] >= {"gemm.cu", "per_tile.cu"}
 
 
 FORWARD = [need("ag+gemm", INTERMEDIATE, HIDDEN), need("gemm+rs", HIDDEN, INTERMEDIATE)]

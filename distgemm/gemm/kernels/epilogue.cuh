@@ -74,16 +74,23 @@ struct Subtile {
 
 // A collective epilogue, as CUTLASS's kernels expect it.
 class TmaEpilogue {
+  static constexpr int kSecondGroupBarrier = 2;  // promotion.cuh has 0 and 1
   static constexpr bool kPingpong = DG_SCHEDULE == DG_PINGPONG;
+  // The two warp groups of a cooperative kernel for fp8 take turns in the main loop. So each stores its own rows, when
+  // it is ready.
+  static constexpr bool kSplits = promotes && !kPingpong && !has_source;
+  // A warp reads scales and bias of a tile while it is multiplied, so that they are in L1 afterwards.
+  static constexpr bool kFetches = promotes && !has_source;
 
  public:
-  static constexpr int kHeight = kPingpong ? 64 : 128, kWidth = cute::gcd(32, DG_TILE_N);
-  static constexpr int kDown = DG_TILE_M / kHeight, kAcross = DG_TILE_N / kWidth;  // subtiles of a tile
+  static constexpr int kRows = kPingpong ? 64 : 128;  // of one wgmma of all warp groups that share a tile
+  static constexpr int kHeight = kSplits ? 64 : kRows, kWidth = cute::gcd(32, DG_TILE_N);
+  static constexpr int kDown = DG_TILE_M / kRows, kAcross = DG_TILE_N / kWidth;  // subtiles of a tile, for each thread
   static constexpr int kValues = kWidth / 2;                                       // of a subtile, in a thread
   static constexpr int kPiece = kWidth % 16 == 0 ? 8 : 4;  // values that pass through registers at a time
   using Piece = float[kPiece];
   // Whether C beside a partial sum is loaded ahead. The widest tiles have no registers for that.
-  static constexpr bool kAhead = DG_TILE_M * DG_TILE_N / (kHeight * 2) <= 160;
+  static constexpr bool kAhead = DG_TILE_M * DG_TILE_N / (kRows * 2) <= 160;
   static constexpr int kPart = kAhead ? cute::min(kValues, 16) : kPiece;  // values that get their terms at a time
 
  private:
@@ -92,7 +99,7 @@ class TmaEpilogue {
   static constexpr bool kReuses = has_source && sizeof(OrD<ElementSource>) == sizeof(ElementD);
   // A store of a subtile is delayed, and overlaps with the values of the next one.
   static constexpr bool kDelays = !has_source;
-  static constexpr int kStoring = cute::min(kSubtiles, 2);  // subtiles of D that are stored at a time
+  static constexpr int kStoring = kSplits ? 3 : cute::min(kSubtiles, 2);  // subtiles of D that are stored at a time
 
  public:
   static constexpr int kSourceStages = cute::max(cute::min(kSubtiles, 4), kReuses ? kStoring + 1 : 1);
@@ -105,7 +112,8 @@ class TmaEpilogue {
   using LoadPipeline = cutlass::PipelineTransactionAsync<kSourceStages>;
   using LoadPipelineState = cutlass::PipelineState<kSourceStages>;
   using StorePipeline = std::conditional_t<
-      kReuses, cutlass::PipelineTmaStore<kSourceStages, kStoring - 1>, cutlass::PipelineTmaStore<kStoring>>;
+      kReuses, cutlass::PipelineTmaStore<kSourceStages, kStoring - 1>,
+      cutlass::PipelineTmaStore<kStoring, kSplits ? kStoring - 2 : kStoring - 1>>;
   using StorePipelineState = cutlass::PipelineState<kReuses ? kSourceStages : kStoring>;
   static constexpr bool RequiresTransactionBytes = true;
 
@@ -113,7 +121,7 @@ class TmaEpilogue {
   using Result = Subtile<ElementD, kHeight, kWidth>;
 
   struct TensorStorage {
-    static constexpr int kResults = (kReuses ? kSourceStages : kStoring) * Result::kBytes;
+    static constexpr int kResults = (kReuses ? kSourceStages : kStoring) * (kSplits ? 2 : 1) * Result::kBytes;
     static constexpr int kSources = has_source && !kReuses ? kSourceStages * Source::kBytes : 0;
     alignas(cute::max(Source::kAlignment, Result::kAlignment)) uint8_t buffers[kResults + kSources];
 
@@ -145,15 +153,23 @@ class TmaEpilogue {
     if constexpr (has_source) cute::prefetch_tma_descriptor(&params.source);
     cute::prefetch_tma_descriptor(&params.d);
   }
-  CUTLASS_DEVICE bool is_producer_load_needed() const { return has_source; }
+  CUTLASS_DEVICE bool is_producer_load_needed() const { return has_source || (kFetches && params_.terms.any()); }
 
   CUTLASS_HOST_DEVICE TmaEpilogue(Params const& params, TensorStorage&) : params_(params) {}
 
   // One warp calls it.
   template <class Problem, class Block, class Coord, class Mma>
   CUTLASS_DEVICE auto load(
-      LoadPipeline pipeline, LoadPipelineState state, Problem const&, Block, Coord const& coord, Mma, int,
+      LoadPipeline pipeline, LoadPipelineState state, Problem const& problem, Block, Coord const& coord, Mma, int lane,
       TensorStorage& storage, int = -1) {
+    if constexpr (kFetches) {
+      Terms const& terms = params_.terms;
+      int const m = get<0>(problem), n = get<1>(problem);
+      if (terms.scale_a_step) fetch_(terms.scale_a, row_(coord, 0), DG_TILE_M, m, lane);
+      if (terms.scale_b_step) fetch_(terms.scale_b, column_(coord, 0), DG_TILE_N, n, lane);
+      if (terms.bias) fetch_(terms.bias + get<3>(coord) * terms.bias_stride, column_(coord, 0), DG_TILE_N, n, lane);
+      return state;
+    }
     bool const loads = elect_one_sync();
     CUTLASS_PRAGMA_UNROLL
     for (int n = 0; n < kAcross; ++n) {
@@ -174,7 +190,7 @@ class TmaEpilogue {
   }
 
   CUTLASS_DEVICE auto load_tail(LoadPipeline pipeline, LoadPipelineState state) {
-    if (elect_one_sync()) pipeline.producer_tail(state);
+    if (!kFetches && elect_one_sync()) pipeline.producer_tail(state);
     return state;
   }
 
@@ -193,7 +209,10 @@ class TmaEpilogue {
     using Any = cute::constant<Extra, Extra::kAny>;
     // Copies of the code without branches: one warp of each scheduler is here, and waits for each branch.
     Terms const& terms = params_.terms;
-    return !terms.any() ? run(None{}) : terms.any_but_bias() ? run(Any{}) : run(Bias{});
+    if constexpr (!blockwise || has_source) {
+      if (terms.any_but_bias()) return run(Any{});
+    }
+    return terms.bias ? run(Bias{}) : run(None{});
   }
 
   CUTLASS_DEVICE auto store_tail(
@@ -249,24 +268,38 @@ class TmaEpilogue {
   CUTLASS_HOST_DEVICE static decltype(auto) accumulator(Accumulators& accumulators, int m, int n, int i) {
     using Layout = typename Accumulators::layout_type;
     constexpr int width = DG_TILE_N / size<2>(Layout{});  // columns of one wgmma
-    static_assert(DG_TILE_M / size<1>(Layout{}) == kHeight, "a subtile is as high as the wgmmas of all warps");
+    static_assert(DG_TILE_M / size<1>(Layout{}) == kRows);
     int const column = n * kWidth + i / 4 * 8;
     return accumulators(column % width / 2 + i % 4, m, column / width);
   }
 
  private:
+  // Reads a byte of every 128 bytes of some elements.
+  template <class T>
+  CUTLASS_DEVICE static void fetch_(T const* data, int first, int count, int end, int lane) {
+    static_assert(cute::max(DG_TILE_M, DG_TILE_N) * sizeof(T) < 128 * cutlass::NumThreadsPerWarp);
+    int const last = cute::min(first + count, end) - 1, own = first + lane * int(128 / sizeof(T));
+    if (first > last || own >= last + int(128 / sizeof(T))) return;
+    uint32_t unused;
+    asm volatile("ld.global.u8 %0, [%1];" : "=r"(unused) : "l"(data + cute::min(own, last)));
+  }
+
   template <class Coord>
   CUTLASS_DEVICE static int row_(Coord const& coord, int m) {
-    return int(get<0>(coord)) * DG_TILE_M + m * kHeight;
+    return int(get<0>(coord)) * DG_TILE_M + m * kRows;
   }
   template <class Coord>
   CUTLASS_DEVICE static int column_(Coord const& coord, int n) {
     return int(get<1>(coord)) * DG_TILE_N + n * kWidth;
   }
 
-  CUTLASS_DEVICE static void synchronize_() {
-    cutlass::arch::NamedBarrier::sync(
-        kHeight * 2, cutlass::arch::ReservedNamedBarriers::EpilogueBarrier);  // 16 rows for each warp
+  CUTLASS_DEVICE static void synchronize_(int group) {
+    if (kSplits && group) {
+      cutlass::arch::NamedBarrier::sync(128, kSecondGroupBarrier);
+    } else {
+      cutlass::arch::NamedBarrier::sync(
+          kHeight * 2, cutlass::arch::ReservedNamedBarriers::EpilogueBarrier);  // 16 rows for each warp
+    }
   }
 
   // Where this thread's row of the matrices for values i and following begins, for stmatrix and ldmatrix.
@@ -292,8 +325,10 @@ class TmaEpilogue {
     Loaded<kExtra == Extra::kAny> loaded;
     if (extra) loaded.begin(terms, problem, coord, thread);
     if (kAhead && extra) loaded.load_aux(terms, problem, coord, Part::of(0), thread);
-    bool const stores = thread < cutlass::NumThreadsPerWarp;
+    int const group = kSplits ? __shfl_sync(0xffffffff, thread / 128, 0) : 0, in_group = thread - group * 128;
+    bool const stores = in_group < cutlass::NumThreadsPerWarp;
     float const factor = terms.factor();
+    auto const buffer = [&] { return store_state.index() + group * kStoring; };
     LoadPipelineState wait_state = load_state;
     if constexpr (kReuses) {
       // Buffers of the source become those of D, and are released when they are stored.
@@ -302,19 +337,24 @@ class TmaEpilogue {
 
     auto const send = [&](int m, int n) CUTLASS_LAMBDA_FUNC_INLINE {
       cutlass::arch::fence_view_async_shared();
-      synchronize_();
+      // The buffer that is written next, too, is free behind this barrier.
+      if (kSplits && stores) store_pipeline.producer_acquire(store_state);
+      synchronize_(group);
       if (stores) {
         if (elect_one_sync()) {
           SM90_TMA_STORE::copy(
-              &params_.d, storage.result(store_state.index()), column_(coord, n), row_(coord, m), get<3>(coord));
+              &params_.d, storage.result(buffer()), column_(coord, n), row_(coord, m) + group * kHeight,
+              get<3>(coord));
         }
         __syncwarp();
         store_pipeline.producer_commit(store_state);
       }
       ++store_state;
       ++sent_;
-      if (stores) store_pipeline.producer_acquire(store_state);
-      synchronize_();
+      if constexpr (!kSplits) {
+        if (stores) store_pipeline.producer_acquire(store_state);
+        synchronize_(group);
+      }
       if constexpr (kReuses) {
         if (sent_ > StorePipeline::UnacquiredStages) {
           load_pipeline.consumer_release(load_state);
@@ -369,7 +409,7 @@ class TmaEpilogue {
           if (m + n > 0) send(m ? m - 1 : kDown - 1, m ? n : n - 1);
         }
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kValues / kPiece; ++i) write_(storage, store_state.index(), thread, i * kPiece, words[i]);
+        for (int i = 0; i < kValues / kPiece; ++i) write_(storage, buffer(), in_group, i * kPiece, words[i]);
         if constexpr (!kDelays) send(m, n);
       }
     }
@@ -454,6 +494,7 @@ class TmaEpilogue {
   // The terms of a thread's values, but the source: all that there are, or the bias.
   template <bool kAll>
   struct Loaded {
+    static constexpr bool kAux = kAll && has_source;
     float scale_a[kDown][2];
     Row<float> scale_b;
     Row<OrD<ElementBias>> bias;
@@ -496,7 +537,7 @@ class TmaEpilogue {
     template <class Problem, class Coord>
     CUTLASS_DEVICE void load_aux(
         Terms const& terms, Problem const& problem, Coord const& coord, Part part, int thread) {
-      if (kAll && terms.aux) {
+      if (kAux && terms.aux) {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kPart / 2; ++i) aux[i] = aux_pair(terms, problem, coord, part, thread, i);
       }
@@ -525,7 +566,7 @@ class TmaEpilogue {
       if (!kAll || terms.bias) {
         of_columns(bias, [](float& value, float term) CUTLASS_LAMBDA_FUNC_INLINE { value += term; });
       }
-      if (kAll && terms.aux) {
+      if (kAux && terms.aux) {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kPart / 2; ++i) {
           auto const pair = kAhead ? aux[i] : aux_pair(terms, problem, coord, part, thread, i);

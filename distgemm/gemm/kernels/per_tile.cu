@@ -46,6 +46,12 @@
 
 #include <cstdint>
 
+// Without this macro CUTLASS builds tiles of other widths than these from narrow wgmmas. It is not defined for all
+// kernels, as the instructions of all widths take long to compile.
+#if DG_TILE_N % 64 && DG_TILE_N != 96
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
+#endif
+
 #include "cute/arch/cluster_sm90.hpp"
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "cute/atom/mma_atom.hpp"
@@ -89,24 +95,34 @@ constexpr int kEpilogueStages = DG_EPILOGUE_STAGES;  // of each warp group, for 
 
 constexpr int kWarpGroups = 2, kWarpGroupThreads = 128;
 constexpr int kThreads = kWarpGroupThreads * (kWarpGroups + 1);
+constexpr int kLoadRegisters = 56, kMultiplyRegisters = 224;  // of each thread
+constexpr int kAddRegisters = 208;                           // of these, for sums and what is added to them
 constexpr int kParts = kPingpong ? 1 : kWarpGroups;  // a warp group's share of a tile
 constexpr int kPartM = kTileM / kParts, kPartN = kTileN;
 constexpr int kHeight = 64;  // rows of a subtile: those of one wgmma
 constexpr int kDown = kPartM / kHeight;
 constexpr int kLine = 128;  // bytes of a subtile's row
 constexpr int kSubtile = kHeight * kLine;
-constexpr int kStageA = kTileM * kLine, kStageB = kTileN * kLine;
+// Columns of B in a stage. Where columns of B are contiguous, boxes have 64 of them.
+constexpr int kLoadedN = DG_B_K_MAJOR ? kTileN : (kTileN + kTileK - 1) / kTileK * kTileK;
+constexpr int kStageA = kTileM * kLine, kStageB = kLoadedN * kLine;
 
-template <class T>
-struct Part {
-  static constexpr int kColumns = kLine / sizeof(T);  // of a subtile
-  static constexpr int kAcross = kPartN / kColumns;
-  static constexpr int kSubtiles = kDown * kAcross;
-  static_assert(kPartN % kColumns == 0);
-};
+// A part of a result is stored in subtiles. The last ones may overlap those before them: what both have is equal.
+constexpr int kColumns = kLine / sizeof(Result);  // of a subtile
+constexpr int kAcross = (kPartN + kColumns - 1) / kColumns;
+constexpr int kResults = kDown * kAcross;  // subtiles
+CUTE_HOST_DEVICE constexpr int subtile_column(int subtile) {
+  return cute::min(subtile / kDown * kColumns, kPartN - kColumns);
+}
 
-constexpr int kPartBytes = Part<Partial>::kSubtiles * kSubtile;  // of a slot
-static_assert(!kTakes || Part<Result>::kSubtiles <= Part<Partial>::kSubtiles, "a result does not fit into a slot");
+// A part of a partial sum is stored as threads hold it: 16 bytes of each thread, one pack behind the other. The last
+// subtile may have fewer packs.
+constexpr int kPackBytes = kWarpGroupThreads * 16, kPacks = kSubtile / kPackBytes;  // of a subtile
+constexpr int kSumBytes = kPartM * kPartN * sizeof(Partial);
+constexpr int kSums = (kSumBytes + kSubtile - 1) / kSubtile;  // subtiles
+static_assert(kSumBytes % kPackBytes == 0);
+
+constexpr int kPartBytes = (kTakes ? cute::max(kSums, kResults) : kSums) * kSubtile;  // of a slot
 
 // A piece of a shard that is sent: so many rows, and so many bytes of each.
 constexpr int kPieceRows = 32, kPieceBytes = 512, kPieceK = kPieceBytes / sizeof(Element);
@@ -123,11 +139,11 @@ constexpr bool kHandsOut = kGathers && DG_A_K_MAJOR;  // whether a call may want
 // In clusters of 2x2 the first block shares stages with its neighbours only, and these with the last block: twice that.
 // Behind the tiles that are multiplied, each warp group has one in its epilogue, and others wait in epilogue stages.
 constexpr int kSteps = kClusterM > 1 && kClusterN > 1 ? 2 : 1;
-constexpr int kBehind = kSteps * kStages +
-    (kPingpong ? 2 : 1) * (1 + kEpilogueStages / cute::min(Part<Result>::kSubtiles, Part<Partial>::kSubtiles));
+constexpr int kBehind = kSteps * kStages + (kPingpong ? 2 : 1) * (1 + kEpilogueStages / cute::min(kResults, kSums));
 constexpr int kRing = 32;
 static_assert(kBehind < kRing, "a ticket is overwritten before it is read");
 static_assert(DG_SENDS == 0 || kGathers);
+static_assert(!kToOwners || kPartN % kColumns == 0, "terms are added twice where subtiles overlap");
 
 struct Terms {
   float alpha, beta;
@@ -151,6 +167,7 @@ struct alignas(128) Params {
   int32_t m, n, k;       // rows of a shard, columns of D, and columns of A on this rank
   uint32_t slices;       // of these columns
   uint32_t picoseconds_per_kib;
+  uint32_t by_columns;  // all-reduce: m is rows of D, and n columns of a shard
 };
 
 // What the blocks of a cluster learn of a ticket.
@@ -302,7 +319,7 @@ class Kernel {
     }
     if (leads) pass_on_(first, 0);
     if (warp < kWarpGroupThreads / 32) {
-      cutlass::arch::warpgroup_reg_dealloc<56>();
+      cutlass::arch::warpgroup_reg_dealloc<kLoadRegisters>();
       if (warp == 0) load_operands_();
       if constexpr (DG_SENDS) {
         if (warp == 1) send_();
@@ -312,7 +329,7 @@ class Kernel {
       }
       if (warp == 3 && lane() == 0) store_();
     } else {
-      cutlass::arch::warpgroup_reg_alloc<224>();
+      cutlass::arch::warpgroup_reg_alloc<kMultiplyRegisters>();
       multiply_(warp / 4 - 1);
     }
     __syncwarp();
@@ -394,6 +411,8 @@ class Kernel {
     return arrived;
   }
 
+  // Whether shards of D are columns, and not rows.
+  CUTE_DEVICE bool by_columns_() const { return kAllReduces && params_.by_columns; }
   CUTE_DEVICE uint32_t rank_at_(uint32_t distance) const { return (spaces_.rank + distance) % order_.ranks; }
 
   // The number of a part of a tile among those of a shard.
@@ -447,8 +466,9 @@ class Kernel {
         Slice const from = slice_(tile, slice);
         bool const receives = kGathers && from.distance;
         CUtensorMap const& map_a = receives ? params_.received[clock.buffer()] : params_.a;
-        uint32_t const matrix_a = receives ? from.distance - 1 : kReduces || kFromHolders ? rank_at_(from.distance) : 0;
-        uint32_t const matrix_b = kToOwners || kFromHolders ? rank_at_(from.distance) : 0;
+        uint32_t const of_shard = rank_at_(from.distance);
+        uint32_t const matrix_a = receives ? from.distance - 1 : kFromHolders || (kReduces && !by_columns_()) ? of_shard : 0;
+        uint32_t const matrix_b = kToOwners || kFromHolders || by_columns_() ? of_shard : 0;
         bool const known = slice < first_slice + kPolledSlices && arrived >> (slice - first_slice) * kPiecesDown & 1;
         if (receives && inside && !known) {
           first_slice = slice;
@@ -462,10 +482,10 @@ class Kernel {
             uint64_t& full = storage_.full[stage.index];
             Barrier::wait(storage_.empty[stage.index], stage.phase ^ 1);
             Barrier::expect(full, kStageA + kStageB);
-            load_<kClusterN, kTileM, DG_A_K_MAJOR>(
+            load_<kClusterN, kTileM, kTileM, DG_A_K_MAJOR>(
                 map_a, storage_.a[stage.index], full, block_ / kClusterM, block_ % kClusterM, kClusterM, k, tile.row,
                 matrix_a);
-            load_<kClusterM, kTileN, DG_B_K_MAJOR>(
+            load_<kClusterM, kTileN, kLoadedN, DG_B_K_MAJOR>(
                 params_.b, storage_.b[stage.index], full, block_ % kClusterM, block_ / kClusterM * kClusterM, 1, k,
                 tile.column, matrix_b);
             stage.advance();
@@ -495,12 +515,12 @@ class Kernel {
   }
 
   // Loads this block's share of a stage of an operand, and gives it to all blocks that need it. The share is one of
-  // kShares. The blocks are `first`, `first + distance`, ...
-  template <int kShares, int kRows, bool kMajor>
+  // kShares: of the tile's rows; or of k, where columns are contiguous, which are loaded in boxes, kLoaded of them. The
+  // blocks are `first`, `first + distance`, ...
+  template <int kShares, int kRows, int kLoaded, bool kMajor>
   CUTE_DEVICE void load_(
       CUtensorMap const& map, uint8_t* to, uint64_t& full, uint32_t share, uint32_t first, uint32_t distance,
       uint32_t k, uint32_t row, uint32_t matrix) {
-    constexpr int rows = kRows / kShares;
     auto const hint = static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL);
     uint16_t mask = 0;
     for (int i = 0; i < kShares; ++i) mask |= 1 << (first + i * distance);
@@ -511,12 +531,16 @@ class Kernel {
         SM90_TMA_LOAD_MULTICAST_3D::copy(&map, &full, mask, hint, at, x, y, int32_t(matrix));
       }
     };
-    int32_t const begin = row * kRows + share * rows, depth = k * kTileK;
+    int32_t const begin = row * kRows, depth = k * kTileK;
     if constexpr (kMajor) {
-      copy(to + share * rows * kLine, depth, begin);
+      constexpr int rows = kRows / kShares;
+      copy(to + share * rows * kLine, depth, begin + share * rows);
     } else {
+      constexpr int lines = kTileK / kShares;  // of a box
       CUTE_UNROLL
-      for (int i = 0; i < rows; i += kTileK) copy(to + (share * rows + i) * kLine, begin + i, depth);
+      for (int i = 0; i < kLoaded; i += kTileK) {
+        copy(to + (i + share * lines) * kLine, begin + i, depth + share * lines);
+      }
     }
   }
 
@@ -587,7 +611,7 @@ class Kernel {
 
   // Takes peers' results from slots to D, two subtiles at a time. One thread; where it adds terms, a warp.
   CUTE_DEVICE void take_results_() {
-    constexpr uint32_t takes = (Part<Result>::kSubtiles + 1) / 2;  // of a part
+    constexpr uint32_t takes = (kResults + 1) / 2;  // of a part
     Tickets tickets{storage_};
     Clock const clock = tickets.next().clock;
     uint32_t& counter = spaces_.control(spaces_.rank).counter;
@@ -614,14 +638,14 @@ class Kernel {
         spaces_.wait(spaces_.flag(spaces_.rank, clock.buffer(), slot), clock.epoch());
         uint64_t const from = spaces_.slot(spaces_.rank, clock.buffer(), uint64_t(slot) * kPartBytes);
         wait_until_read<0>();
-        for (uint32_t i = 0; i < 2 && first + i < Part<Result>::kSubtiles; ++i) {
+        for (uint32_t i = 0; i < 2 && first + i < kResults; ++i) {
           Barrier::expect(storage_.arrived[i], kSubtile);
           SM90_BULK_COPY_G2S::copy(
               reinterpret_cast<void const*>(from + (first + i) * kSubtile), &storage_.arrived[i], storage_.copied[i],
               kSubtile);
         }
       }
-      for (uint32_t i = 0; i < 2 && first + i < Part<Result>::kSubtiles; ++i) {
+      for (uint32_t i = 0; i < 2 && first + i < kResults; ++i) {
         if (!mute) {
           Barrier::wait(storage_.arrived[i], phase >> i);
           phase ^= 1 << i;
@@ -641,7 +665,7 @@ class Kernel {
     Terms const& terms = params_.terms;
     constexpr int chunks = kLine / 16, size = 16 / sizeof(Result);
     int32_t const first_row = tile.row * kTileM + (number % kDown * kParts + part) * kHeight;
-    int32_t const first_column = tile.column * kTileN + number / kDown * Part<Result>::kColumns;
+    int32_t const first_column = tile.column * kTileN + subtile_column(number);
     int64_t const in_d = int64_t(rank_at_(tile.distance)) * params_.m;
     for (uint32_t i = lane(); i < kHeight * chunks; i += 32) {
       uint32_t const row = i / chunks, chunk = i % chunks;
@@ -682,10 +706,10 @@ class Kernel {
       Clock const clock = ticket.clock;
       if (clock.ticket() == 0 && block_ == 0) spaces_.tell_begun(order_.ranks, clock.epoch());
       Tile const tile = tile_(ticket);
-      bool const remote = !kGathers && tile.distance;
-      int const subtiles = remote && kReduces ? Part<Partial>::kSubtiles : Part<Result>::kSubtiles;
+      bool const remote = !kGathers && tile.distance, is_sum = kReduces && remote;
+      int const subtiles = is_sum ? kSums : kResults;
       bool const leaves = sends && (remote || kAllReduces);  // to peers
-      uint32_t const bytes = subtiles * kParts * kSubtile * (remote ? 1 : peers);
+      uint32_t const bytes = (is_sum ? kSumBytes : kResults * kSubtile * (remote ? 1 : peers)) * kParts;
       int const first = kPingpong ? number % kWarpGroups : 0;
       uint32_t const part = part_(tile, 0), peer = rank_at_(tile.distance);
       uint32_t const slot = remote ? sum_slot_(order_.ranks - tile.distance, part) : 0;
@@ -703,11 +727,12 @@ class Kernel {
           if (!remote) store_result_(from, tile, j, i);
           if (leaves && i == 0 && j == 0) pacing.wait(bytes);
           if (remote && sends) {
-            store_at_(peer, clock.buffer(), slot + j, i, from);
+            int32_t const last = kSumBytes - (kSums - 1) * kSubtile;
+            store_at_(peer, clock.buffer(), slot + j, i, from, is_sum && i + 1 == kSums ? last : kSubtile);
           } else if (!remote) {
             for (uint32_t distance = 1; kAllReduces && sends && distance <= peers; ++distance) {
-              store_at_(
-                  rank_at_(order_.ranks - distance), clock.buffer(), result_slot_(distance, part + j), i, from);
+              uint32_t const to = rank_at_(order_.ranks - distance);
+              store_at_(to, clock.buffer(), result_slot_(distance, part + j), i, from, kSubtile);
             }
           }
           commit();
@@ -739,14 +764,15 @@ class Kernel {
     wait_until_read<0>();  // the end of the kernel waits for the rest
   }
 
-  CUTE_DEVICE void store_at_(uint32_t rank, uint32_t buffer, uint32_t slot, int subtile, uint8_t* from) {
+  CUTE_DEVICE void store_at_(
+      uint32_t rank, uint32_t buffer, uint32_t slot, int subtile, uint8_t* from, int32_t bytes) {
     uint64_t const to = spaces_.slot(rank, buffer, uint64_t(slot) * kPartBytes + subtile * kSubtile);
-    SM90_BULK_COPY_S2G::copy(from, reinterpret_cast<void*>(to), kSubtile);
+    SM90_BULK_COPY_S2G::copy(from, reinterpret_cast<void*>(to), bytes);
   }
 
   // Stores a subtile to D.
   CUTE_DEVICE void store_result_(uint8_t* from, Tile const& tile, int part, int subtile) {
-    int32_t const column = tile.column * kTileN + subtile / kDown * Part<Result>::kColumns;
+    int32_t const column = tile.column * kTileN + subtile_column(subtile);
     int32_t const row = tile.row * kTileM + (subtile % kDown * kParts + part) * kHeight;
     int32_t const matrix = kOwnRows ? 0 : rank_at_(tile.distance);
     SM90_TMA_STORE_3D::copy(&params_.d, from, column, row, matrix);
@@ -756,9 +782,11 @@ class Kernel {
 
   static constexpr auto kMajorA = DG_A_K_MAJOR ? GMMA::Major::K : GMMA::Major::MN;
   static constexpr auto kMajorB = DG_B_K_MAJOR ? GMMA::Major::K : GMMA::Major::MN;
-  using Mma = decltype(make_tiled_mma(
-      GMMA::ss_op_selector<Element, Element, float, Shape<Int<kPartM>, Int<kTileN>, Int<kTileK>>, kMajorA, kMajorB>(),
+  template <int kWidth>
+  using MmaOf = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<Element, Element, float, Shape<Int<kPartM>, Int<kWidth>, Int<kTileK>>, kMajorA, kMajorB>(),
       Layout<Shape<Int<kParts>, _1, _1>>{}));
+  using Mma = MmaOf<kTileN>;
 
   template <bool kMajor, int kRows>
   static constexpr auto stages_() {
@@ -773,11 +801,14 @@ class Kernel {
   CUTE_DEVICE void multiply_(int group) {
     int const thread = threadIdx.x % kWarpGroupThreads;
     Mma mma;
-    auto const slice = mma.get_slice(kPingpong ? thread : group * kWarpGroupThreads + thread);
+    int const of_parts = kPingpong ? thread : group * kWarpGroupThreads + thread;
+    auto const slice = mma.get_slice(of_parts);
     Tensor a = slice.make_fragment_A(slice.partition_A(make_tensor(
         make_smem_ptr(reinterpret_cast<Element*>(storage_.a)), stages_<DG_A_K_MAJOR, kTileM>())));
-    Tensor b = slice.make_fragment_B(slice.partition_B(make_tensor(
-        make_smem_ptr(reinterpret_cast<Element*>(storage_.b)), stages_<DG_B_K_MAJOR, kTileN>())));
+    // A descriptor does not say how many columns are read: the fragments are those of all columns of a stage.
+    auto const slice_b = MmaOf<kLoadedN>{}.get_slice(of_parts);
+    Tensor b = slice_b.make_fragment_B(slice_b.partition_B(make_tensor(
+        make_smem_ptr(reinterpret_cast<Element*>(storage_.b)), stages_<DG_B_K_MAJOR, kLoadedN>())));
     Tensor sums = partition_fragment_C(mma, Shape<Int<kTileM>, Int<kTileN>>{});
 
     Tickets tickets{storage_};
@@ -894,11 +925,11 @@ class Kernel {
 
   // ---------------------------------------------------------------- the epilogue
 
-  // The sum of value i of a thread in subtile (m, n), whose rows have so many columns.
-  template <int kColumns, class Sums>
-  CUTE_DEVICE static float& at_(Sums& sums, int m, int n, int i) {
+  // The sum of value i of a thread in the m-th 64 rows of a part, from a multiple of 8 columns on.
+  template <class Sums>
+  CUTE_DEVICE static float& at_(Sums& sums, int m, int first, int i) {
     constexpr int width = kTileN / size<2>(typename Sums::layout_type{});  // columns of one wgmma
-    int const column = n * kColumns + i / 4 * 8;
+    int const column = first + i / 4 * 8;
     return sums(column % width / 2 + i % 4, m, column / width);
   }
 
@@ -915,29 +946,31 @@ class Kernel {
     for (int i = 0; i < size(sums); ++i) sums(i) *= factor;
   }
 
-  // Partial sums lie in slots as threads hold them: 16 bytes of each thread, one behind the other.
-  static constexpr int kPacks = kSubtile / (kWarpGroupThreads * 16);  // of a subtile
   static constexpr int kPacked = 16 / sizeof(Partial);
   using Pack = cutlass::Array<Partial, kPacked>;
+  static constexpr int kPartPacks = kSumBytes / kPackBytes;  // of a part
+  // Packs that are loaded at a time: as many as there are registers for, and equal numbers.
+  static constexpr int packs_ahead_() {
+    constexpr int most = cute::min(16, (kAddRegisters - kPartM * kPartN / kWarpGroupThreads) / 4);
+    int ahead = most;
+    while (kPartPacks % ahead) --ahead;
+    return ahead;
+  }
 
   // Adds the partial sums of all peers, in the order of distances. While those of a peer are added, the next ones are
   // under way.
   template <class Sums>
   CUTE_DEVICE void add_sums_(Sums& sums, Clock clock, uint32_t part, int thread) {
-    constexpr int subtiles = Part<Partial>::kSubtiles, ahead = subtiles > 4 ? subtiles / 2 : subtiles;
-    static_assert(subtiles % ahead == 0 && subtiles * kPacks * kPacked == size(typename Sums::layout_type{}));
+    constexpr int ahead = packs_ahead_();
+    static_assert(kPartPacks * kPacked == size(typename Sums::layout_type{}));
     uint64_t const slots = spaces_.slot(spaces_.rank, clock.buffer(), thread * 16);
-    uint4 found[ahead][kPacks];
-    auto const load = [&](uint32_t distance, int subtile) {
-      uint64_t const from = slots + uint64_t(sum_slot_(distance, part)) * kPartBytes + subtile * kSubtile;
-      CUTE_UNROLL
-      for (int i = 0; i < kPacks; ++i) {
-        uint4& to = found[subtile % ahead][i];
-        asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
-                     : "l"(from + i * kWarpGroupThreads * 16)
-                     : "memory");
-      }
+    uint4 found[ahead];
+    auto const load = [&](uint32_t distance, int pack) {
+      uint4& to = found[pack % ahead];
+      asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
+                   : "l"(slots + uint64_t(sum_slot_(distance, part)) * kPartBytes + pack * kPackBytes)
+                   : "memory");
     };
     uint32_t first = 1, arrived = 0;  // of distances from the first on, as bits
     auto const wait = [&](uint32_t distance) {
@@ -949,23 +982,20 @@ class Kernel {
     if (order_.ranks == 1) return;
     wait(1);
     CUTE_UNROLL
-    for (int subtile = 0; subtile < ahead; ++subtile) load(1, subtile);
+    for (int pack = 0; pack < ahead; ++pack) load(1, pack);
     CUTE_NO_UNROLL
     for (uint32_t distance = 1; distance < order_.ranks; ++distance) {
       bool const last = distance + 1 == order_.ranks;
       if (!last) wait(distance + 1);
       CUTE_UNROLL
-      for (int subtile = 0; subtile < subtiles; ++subtile) {
+      for (int pack = 0; pack < kPartPacks; ++pack) {
+        auto const& values = reinterpret_cast<Pack const&>(found[pack % ahead]);
         CUTE_UNROLL
-        for (int i = 0; i < kPacks; ++i) {
-          auto const& values = reinterpret_cast<Pack const&>(found[subtile % ahead][i]);
-          CUTE_UNROLL
-          for (int j = 0; j < kPacked; ++j) sums((subtile * kPacks + i) * kPacked + j) += float(values[j]);
-        }
-        if (subtile + ahead < subtiles) {
-          load(distance, subtile + ahead);
+        for (int i = 0; i < kPacked; ++i) sums(pack * kPacked + i) += float(values[i]);
+        if (pack + ahead < kPartPacks) {
+          load(distance, pack + ahead);
         } else if (!last) {
-          load(distance + 1, subtile + ahead - subtiles);
+          load(distance + 1, pack + ahead - kPartPacks);
         }
       }
     }
@@ -975,14 +1005,14 @@ class Kernel {
   template <class Sums>
   CUTE_DEVICE void write_sums_(Sums& sums, int group, Uses<kEpilogueStages>& uses, int thread) {
     CUTE_UNROLL
-    for (int subtile = 0; subtile < Part<Partial>::kSubtiles; ++subtile) {
+    for (int subtile = 0; subtile < kSums; ++subtile) {
       uint8_t* const to = begin_write_(group, uses);
       CUTE_UNROLL
-      for (int i = 0; i < kPacks; ++i) {
+      for (int pack = subtile * kPacks; pack < (subtile + 1) * kPacks && pack < kPartPacks; ++pack) {
         cutlass::Array<float, kPacked> values;
         CUTE_UNROLL
-        for (int j = 0; j < kPacked; ++j) values[j] = sums((subtile * kPacks + i) * kPacked + j);
-        reinterpret_cast<Pack*>(to)[i * kWarpGroupThreads + thread] =
+        for (int i = 0; i < kPacked; ++i) values[i] = sums(pack * kPacked + i);
+        reinterpret_cast<Pack*>(to)[pack % kPacks * kWarpGroupThreads + thread] =
             cutlass::NumericArrayConverter<Partial, float, kPacked>::convert(values);
       }
       end_write_(group, uses);
@@ -1012,24 +1042,22 @@ class Kernel {
   CUTE_DEVICE void add_terms_(Sums& sums, Tile const& tile, int part, int thread) const {
     Terms const& terms = params_.terms;
     if (!terms.bias && !terms.c) return;
-    constexpr int columns = Part<Result>::kColumns;
-    int32_t const first_row = kOwnRows ? 0 : rank_at_(tile.distance) * params_.m;
+    int32_t const first_row = kOwnRows || by_columns_() ? 0 : rank_at_(tile.distance) * params_.m;
+    int64_t const shift = by_columns_() ? int64_t(rank_at_(tile.distance)) * params_.n : 0;  // of columns
+    int32_t const first = tile.row * kTileM + part * kHeight + thread / 32 * 16 + thread % 32 / 4;
     int32_t const first_column = tile.column * kTileN + thread % 4 * 2;
     CUTE_UNROLL
-    for (int m = 0; m < kDown; ++m) {
-      int32_t const row = tile.row * kTileM + (m * kParts + part) * kHeight + thread / 32 * 16 + thread % 32 / 4;
+    for (int i = 0; i < kTileN / 4; ++i) {  // two neighbours in every 8 columns
+      int32_t const column = first_column + i / 2 * 8 + i % 2;
+      if (column >= params_.n) continue;
+      float const bias = terms.bias ? float(terms.bias[shift + column]) : 0.0f;
       CUTE_UNROLL
-      for (int j = 0; j < 2; ++j) {  // rows, 8 apart
-        bool const exists = row + j * 8 < params_.m;
-        int64_t const in_d = first_row + row + j * 8;
-        Result const* const c = terms.c && exists ? terms.c + in_d * terms.c_stride : nullptr;
-        CUTE_UNROLL
-        for (int i = 0; i < kTileN / 4; ++i) {  // two neighbours in every 8 columns
-          int32_t const column = first_column + i / 2 * 8 + i % 2;
-          if (column >= params_.n) continue;
-          float& sum = at_<columns>(sums, m, i / 2 * 8 / columns, i / 2 * 8 % columns / 2 + j * 2 + i % 2);
-          if (terms.bias) sum += float(terms.bias[column]);
-          if (c) sum += terms.beta * float(c[column]);
+      for (int j = 0; j < kDown * 2; ++j) {  // rows, 8 apart, of each subtile
+        int32_t const row = first + j / 2 * kParts * kHeight + j % 2 * 8;
+        float& sum = at_(sums, j / 2, i / 2 * 8, j % 2 * 2 + i % 2);
+        sum += bias;
+        if (terms.c && row < params_.m) {
+          sum += terms.beta * float(terms.c[(first_row + row) * terms.c_stride + shift + column]);
         }
       }
     }
@@ -1038,18 +1066,17 @@ class Kernel {
   // Writes a part of a result to epilogue stages, as TMA stores it.
   template <class Sums>
   CUTE_DEVICE void write_results_(Sums& sums, int group, Uses<kEpilogueStages>& uses, int thread) {
-    constexpr int columns = Part<Result>::kColumns;
     int const row = thread / 32 * 16 + thread % 16, beside = thread % 32 / 16;
     CUTE_UNROLL
-    for (int number = 0; number < Part<Result>::kSubtiles; ++number) {
-      int const n = number / kDown, m = number % kDown;
+    for (int number = 0; number < kResults; ++number) {
+      int const m = number % kDown, first = subtile_column(number);
       uint8_t* const to = begin_write_(group, uses);
       if constexpr (sizeof(Result) == 2) {
         CUTE_UNROLL
-        for (int i = 0; i < columns / 2; i += 8) {
+        for (int i = 0; i < kColumns / 2; i += 8) {
           cutlass::Array<float, 8> values;
           CUTE_UNROLL
-          for (int j = 0; j < 8; ++j) values[j] = at_<columns>(sums, m, n, i + j);
+          for (int j = 0; j < 8; ++j) values[j] = at_(sums, m, first, i + j);
           auto const results = cutlass::NumericArrayConverter<Result, float, 8>::convert(values);
           auto const& words = reinterpret_cast<uint32_t const(&)[4]>(results);
           asm volatile("stmatrix.sync.aligned.x4.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
@@ -1059,9 +1086,9 @@ class Kernel {
         }
       } else {
         CUTE_UNROLL
-        for (int i = 0; i < columns / 2; i += 2) {
+        for (int i = 0; i < kColumns / 2; i += 2) {
           asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(pair_(to, thread, i)),
-                       "f"(at_<columns>(sums, m, n, i)), "f"(at_<columns>(sums, m, n, i + 1))
+                       "f"(at_(sums, m, first, i)), "f"(at_(sums, m, first, i + 1))
                        : "memory");
         }
       }
@@ -1090,7 +1117,7 @@ DG_FACTS{
     DG_FIELD(received), DG_FIELD(gathered), DG_FIELD(order.lead), DG_FIELD(order.distances), DG_FIELD(pieces.group),
     DG_FIELD(workspaces.slots_of_buffer), DG_FIELD(workspaces.executable), DG_FIELD(workspaces.epochs_a_replay),
     DG_FIELD(terms.beta), DG_FIELD(terms.c_stride), DG_FIELD(shard), DG_FIELD(gathered_at), DG_FIELD(gathered_stride), DG_FIELD(k),
-    DG_FIELD(slices), DG_FIELD(picoseconds_per_kib),
+    DG_FIELD(slices), DG_FIELD(picoseconds_per_kib), DG_FIELD(by_columns),
     DG_NUMBER("control.dead", offsetof(Control, dead)), DG_NUMBER("control.begun", offsetof(Control, begun)),
     DG_NUMBER("control", sizeof(Control))};
 

@@ -44,9 +44,11 @@ class RankGemm:
         group: rows of clusters that are multiplied in turn; 0: so many that tiles at a time span as many rows as
             columns.
         lead: units by which own tiles come earlier or later than others; None: so many that they seldom wait.
+        by_columns: of "gemm+ar", whether a shard is n columns of D with all m rows of it. B then is read once, and not
+            once for each shard of rows, so this is for few rows.
 
     Raises:
-        ValueError: for more tiles than there are tickets.
+        ValueError: for more tiles than there are tickets, and for shards of columns with another pattern.
     """
 
     traits: KernelTraits
@@ -56,6 +58,11 @@ class RankGemm:
     k: int
     group: int = 0
     lead: int | None = None
+    by_columns: bool = False
+
+    def __post_init__(self) -> None:
+        if self.by_columns and self.traits.pattern != "gemm+ar":
+            raise ValueError(f'only shards of "gemm+ar" may be columns, got {self.traits.pattern!r}')
 
     @cached_property
     def order(self) -> TileOrder:
@@ -65,7 +72,9 @@ class RankGemm:
         blocks, columns = -(-self.m // height), -(-self.n // width)
         at_once = SMS // (traits.cluster[0] * traits.cluster[1])
         to_owners, from_holders = traits.pattern == "gemm+a2a", traits.pattern == "a2a+gemm"
-        shards = 1 if to_owners or from_holders else self.ranks  # whose rows are multiplied at a time
+        shards = (
+            1 if to_owners or from_holders or self.by_columns else self.ranks
+        )  # whose rows are multiplied at a time
         group = self.group or max(1, min(blocks, round(math.sqrt(at_once * width / height) / shards)))
         usual = blocks * columns if traits.gathers or to_owners else -(-2 * at_once // self.ranks)
         lead = min(blocks * columns, usual if self.lead is None or from_holders else self.lead)
@@ -195,11 +204,11 @@ def params_of(
     Args:
         gemm: what is multiplied.
         space: the workspaces.
-        a: this rank's A: (m, k) for an all-gather and for "gemm+a2a", else (ranks * m, k).
-        b: (n, k), for "gemm+a2a" (ranks * n, k), for "a2a+gemm" (n, ranks * k).
-        d: (ranks * m, n), for a reduce-scatter and for "a2a+gemm" (m, n).
+        a: this rank's A: (m, k) for an all-gather, "gemm+a2a" and shards of columns, else (ranks * m, k).
+        b: (n, k), for "gemm+a2a" and shards of columns (ranks * n, k), for "a2a+gemm" (n, ranks * k).
+        d: (ranks * m, n), for a reduce-scatter and "a2a+gemm" (m, n), for shards of columns (m, ranks * n).
         alpha: factor of the product.
-        bias: (n,).
+        bias: (n,), for shards of columns (ranks * n,).
         c: of D's shape.
         beta: factor of C.
         gathered: (ranks * m, k), for "a2a+gemm" (m, ranks * k), where all of A goes that this rank multiplies; for
@@ -213,13 +222,15 @@ def params_of(
     """
     traits, ranks, m = gemm.traits, gemm.ranks, gemm.m
     to_owners, from_holders = traits.pattern == "gemm+a2a", traits.pattern == "a2a+gemm"
-    one_a, one_d = traits.pattern in {"ag+gemm", "gemm+a2a"}, traits.pattern in {"gemm+rs", "a2a+gemm"}
-    share_a, share_b = (x // y for x, y in zip(traits.tile, reversed(traits.cluster), strict=True))
+    one_a = traits.pattern in {"ag+gemm", "gemm+a2a"} or gemm.by_columns
+    one_d = traits.pattern in {"gemm+rs", "a2a+gemm"}
+    share_a, share_b = (extent // blocks for extent, blocks in traits.shares)
     params = structs.Params.new()
     _describe(params.a, "A", a, traits.dtype, m, 1 if one_a else ranks, share_a, traits.a_major == "k")
-    of_b = (gemm.k, ranks) if from_holders else (gemm.n, ranks if to_owners else 1)
+    of_b = (gemm.k, ranks) if from_holders else (gemm.n, ranks if to_owners or gemm.by_columns else 1)
     _describe(params.b, "B", b, traits.dtype, *of_b, share_b, traits.b_major == "k", from_holders)
-    _describe(params.d, "D", d, traits.out_dtype, m, 1 if one_d else ranks, SUBTILE_ROWS)
+    of_d = (gemm.n if gemm.by_columns else m, 1 if one_d else ranks, SUBTILE_ROWS, True, gemm.by_columns)
+    _describe(params.d, "D", d, traits.out_dtype, *of_d)
     if traits.gathers:
         for buffer, descriptor in enumerate(params.received):
             slots = space.bases[space.rank] + space.slots_at + buffer * space.slots_of_buffer
@@ -249,6 +260,7 @@ def params_of(
         terms.c, terms.c_stride = c.data_ptr(), c.stride(0)
     params.shard, params.shard_stride = a.data_ptr(), pitch_of(a)
     params.m, params.n, params.k, params.slices = gemm.m, gemm.n, gemm.k, gemm.pieces.slices
+    params.by_columns = gemm.by_columns
     params.picoseconds_per_kib = round(1024 * 1000 / gb_per_s) if gb_per_s else 0
     return params
 
@@ -260,13 +272,13 @@ def _describe(
     dtype: str,
     extent: int,
     matrices: int,
-    rows: int,
+    share: int,
     by_rows: bool = True,
     beside: bool = False,
 ) -> None:
     """The descriptor of a tensor of equal matrices, of `extent` rows each, or, beside each other, of so many columns.
 
-    Its rows are contiguous, or its columns.
+    Its rows are contiguous, or its columns. A box has so many of them: the share.
     """
     if x.stride(int(by_rows)) != 1:
         raise ValueError(f"{'rows' if by_rows else 'columns'} of {name} are contiguous, got strides {x.stride()}")
@@ -274,8 +286,7 @@ def _describe(
     pitch = pitch_of(x) if by_rows else x.stride(1)
     matrix_pitch = extent * (pitch if by_rows != beside else 1)
     extents = (*(reversed(shape) if by_rows else shape), matrices)
-    rows = rows if by_rows else structs.LINE // BYTES[dtype]
-    structs.describe(descriptor, name, x.data_ptr(), dtype, extents, pitch, matrix_pitch, rows)
+    structs.describe(descriptor, name, x.data_ptr(), dtype, extents, pitch, matrix_pitch, share)
 
 
 def pitch_of(x: torch.Tensor) -> int:

@@ -36,8 +36,20 @@ PIECE_BYTES = 512
 PIECE_ROWS = 32
 """Rows of a piece, which divide those of a tile."""
 MAX_STAGES = 8
-MAX_PART = 128 * 128
-"""Accumulators of a warp group that fit into its registers."""
+COLUMNS = range(64, 257, 32)
+"""Columns of a tile: a subtile of D has 64, and the last one may overlap the one before."""
+SWIZZLE_ROWS = 8
+"""Rows whose swizzle repeats: a thread block loads multiples of them."""
+MAX_PART: dict[Pattern, int] = {
+    "ag+gemm": 128 * 192,
+    "gemm+rs": 128 * 128,
+    "gemm+ar": 128 * 128,
+    "gemm+a2a": 128 * 192,
+    "a2a+gemm": 128 * 192,
+}
+"""Accumulators of a warp group that fit into its registers. Reductions also need registers for what they add."""
+TAKING: tuple[Pattern, ...] = ("gemm+ar", "gemm+a2a")
+"""Patterns whose results peers store in slots, from which a warp takes them to D."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +58,8 @@ class KernelTraits:
 
     Attributes:
         pattern: the pattern.
-        tile: rows and columns. A warp group has 64 rows of a tile and 64 to 256 columns, or 128 rows and 64 or 128.
+        tile: rows and columns. A warp group has 64 or 128 rows of it and 64 to 256 columns, a multiple of 32, as far
+            as its registers hold them.
         cluster: thread blocks along rows and columns that share loads.
         pingpong: whether each of the two warp groups has tiles of its own. Otherwise both share each tile.
         dtype: of A and B.
@@ -86,22 +99,23 @@ class KernelTraits:
         if self.pattern == "gemm+a2a" and self.out_dtype != self.partial_dtype:
             raise ValueError(f"slots have results in {self.out_dtype}, and no partial sums in {self.partial_dtype}")
         rows, columns = self.tile[0] // self.parts, self.tile[1]
-        shapes = rows in {64, 128} and columns in {64, 128, 192, 256} and rows * columns <= MAX_PART
-        if self.tile[0] % self.parts or not shapes:
+        most = MAX_PART[self.pattern]
+        if self.tile[0] % self.parts or rows not in {64, 128} or columns not in COLUMNS or rows * columns > most:
             raise ValueError(
-                "a warp group has 64 rows and 64, 128, 192 or 256 columns of a tile, or 128 rows and 64 or 128, got "
+                f"a warp group of {self.pattern} has 64 or 128 rows of a tile and {COLUMNS.start} to {COLUMNS[-1]} "
+                f"columns, a multiple of {COLUMNS.step}, at most {most} elements in all; got "
                 f"{self.tile[0]}x{self.tile[1]} with pingpong={self.pingpong}"
             )
-        shares = (
-            ("A", self.a_major, self.tile[0] // self.cluster[1]),
-            ("B", self.b_major, self.tile[1] // self.cluster[0]),
-        )
-        for name, major, share in shares:
-            if major != "k" and share % self.tile_k:
-                raise ValueError(
-                    f"a thread block loads multiples of {self.tile_k} columns of {name} if these are contiguous, got "
-                    f"{share} for tiles of {self.tile[0]}x{self.tile[1]} and clusters of {self.cluster}"
-                )
+        if self.pattern == "gemm+a2a" and columns * BYTES[self.out_dtype] % LINE:
+            raise ValueError(
+                f"subtiles of an all-to-all do not overlap: rows of its tiles are multiples of {LINE} bytes, got "
+                f"{columns} columns of {self.out_dtype}"
+            )
+        if any(extent % (SWIZZLE_ROWS * blocks) for extent, blocks in self.shares):
+            raise ValueError(
+                f"each thread block of a cluster loads a multiple of {SWIZZLE_ROWS} rows of A and B, got tiles of "
+                f"{self.tile[0]}x{self.tile[1]} and clusters of {self.cluster[0]}x{self.cluster[1]}"
+            )
         if self.stages < 3:
             raise ValueError(f"{self} leaves shared memory for {self.stages} stages, and 3 are needed")
 
@@ -113,9 +127,21 @@ class KernelTraits:
     @property
     def stages(self) -> int:
         """Stages of operands: as many as fit."""
-        copied = 2 * SUBTILE_BYTES if self.sends or self.pattern in {"gemm+ar", "gemm+a2a"} else 0
+        copied = 2 * SUBTILE_BYTES if self.sends or self.pattern in TAKING else 0
         left = SHARED_BYTES - RESERVED_BYTES - GROUPS * self.epilogue_stages * SUBTILE_BYTES - copied
-        return min(left // (sum(self.tile) * LINE), MAX_STAGES)
+        return min(left // ((self.tile[0] + self.loaded_columns) * LINE), MAX_STAGES)
+
+    @property
+    def loaded_columns(self) -> int:
+        """Columns of B in a stage. If these are contiguous, whole boxes are loaded, so wide as a stage is deep."""
+        return self.tile[1] if self.b_major == "k" else -(-self.tile[1] // self.tile_k) * self.tile_k
+
+    @property
+    def shares(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Of A and B, the rows of a box, or k where columns are contiguous, and the thread blocks that divide them."""
+        rows_a = self.tile[0] if self.a_major == "k" else self.tile_k
+        rows_b = self.tile[1] if self.b_major == "k" else self.tile_k
+        return (rows_a, self.cluster[1]), (rows_b, self.cluster[0])
 
     @property
     def tile_k(self) -> int:
@@ -129,8 +155,11 @@ class KernelTraits:
 
     @property
     def part_bytes(self) -> int:
-        """Bytes of a part of a partial sum or result in a slot."""
-        return self.tile[0] * self.tile[1] // self.parts * BYTES[self.partial_dtype]
+        """Bytes of a part of a partial sum or result in a slot: whole subtiles."""
+        rows, columns = self.tile[0] // self.parts, self.tile[1]
+        sums = -(-rows * columns * BYTES[self.partial_dtype] // SUBTILE_BYTES)
+        results = rows // SUBTILE_ROWS * -(-columns * BYTES[self.out_dtype] // LINE)
+        return max(sums, results if self.pattern in TAKING else 0) * SUBTILE_BYTES
 
     @property
     def name(self) -> str:

@@ -39,13 +39,20 @@ class TileCosts(NamedTuple):
 TILES: Mapping[tuple[int, int], TileCosts] = MappingProxyType(
     {
         (128, 256): TileCosts(0.876, 0.852, 1.8),
+        (128, 224): TileCosts(0.868, 0.849, 1.9),
         (128, 192): TileCosts(0.859, 0.845, 2.0),
+        (128, 160): TileCosts(0.824, 0.826, 2.0),
         (128, 128): TileCosts(0.753, 0.806, 0.2),
+        (256, 192): TileCosts(0.876, 0.852, 1.8),
+        (256, 160): TileCosts(0.876, 0.852, 1.8),
+        (256, 128): TileCosts(0.876, 0.852, 1.8),
         (64, 256): TileCosts(0.633, 0.787, 1.4),
         (64, 128): TileCosts(0.549, 0.596, 0.5),
     }
 )
-"""Fitted, but for 64x256: those are of the first kernels (``per_tile_2xh100.json``)."""
+"""Fitted, but for these. 64x256: of the first kernels (``per_tile_2xh100.json``). Not measured in per-tile kernels:
+128x224, between its neighbours; 128x160 and tiles of 256 rows, to 128x192 and 128x256 as CUTLASS's kernels with these
+tiles are on an H200 (:data:`distgemm.gemm.tiles.TILES`)."""
 MEMORY_SHARE = 0.77
 """Of the machine's rate of memory, what operands reach that several waves of tiles read. Fitted."""
 
@@ -225,7 +232,7 @@ class _Replay:
         row = self.k * BYTES[traits.dtype]
         high, wide = (x * y * row for x, y in zip(traits.tile, traits.cluster, strict=True))
         rate = self.costs.machine.memory * MEMORY_SHARE * 1e3
-        own_rows = traits.pattern == "gemm+a2a"  # shards differ in columns, else in rows
+        own_rows = traits.pattern == "gemm+a2a" or self.gemm.by_columns  # shards differ in columns, else in rows
         cached: dict[tuple[int, ...], int] = {}  # bytes of panels, the least recent first
         found: list[float] = []
         for first in range(0, len(self.order), self.clusters):

@@ -123,8 +123,8 @@ class Params(ctypes.Structure):
         *_fields(ctypes.c_uint64, "shard", "gathered_at"),
         *_fields(ctypes.c_int64, "shard_stride", "gathered_stride"),
         *_fields(ctypes.c_int32, "m", "n", "k"),
-        *_fields(ctypes.c_uint32, "slices", "picoseconds_per_kib"),
-        ("padding", ctypes.c_uint32 * 19),
+        *_fields(ctypes.c_uint32, "slices", "picoseconds_per_kib", "by_columns"),
+        ("padding", ctypes.c_uint32 * 18),
     )
 
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Literal
 
 from distgemm.gemm.per_tile.bind import SMS, RankGemm
 from distgemm.gemm.per_tile.kernel import BYTES, KernelTraits
@@ -13,20 +14,30 @@ from distgemm.plan.plan import Plan, PlanError
 from distgemm.plan.problem import DTYPE_BYTES
 from distgemm.schedulers import Pattern
 
-__all__ = ["CONFIGS", "ROW_BYTES", "gemm_of", "select_config", "traits_of"]
+__all__ = ["CONFIGS", "ROW_BYTES", "configs_of", "gemm_of", "select_config", "traits_of"]
 
-CONFIGS = (
-    "128x256x64_2x1_cooperative",
-    "128x192x64_2x1_cooperative",
-    "128x128x64_2x1_pingpong",
-    "64x256x64_2x1_pingpong",
-    "64x128x64_2x1_pingpong",
-    "64x128x64_1x2_pingpong",
-)
+LARGE, SMALL = "128x256x64_2x1_cooperative", "128x128x64_2x1_pingpong"
+REDUCING = (LARGE, SMALL, "64x128x64_2x1_pingpong", "64x128x64_1x2_pingpong")
+SPEEDS = {
+    "256x192x64_1x2_cooperative": 0.96,
+    "256x160x64_1x2_cooperative": 0.96,
+    LARGE: 0.96,
+    "128x224x64_2x1_cooperative": 0.94,
+    "128x192x64_2x1_cooperative": 0.93,
+    "128x160x64_2x1_cooperative": 0.89,
+    SMALL: 0.85,
+}
+"""Of a whole wave of tiles without sums, as shares of the GPU's rate: measured, or as TILES of model.py has them."""
+CONFIGS: dict[Pattern, tuple[str, ...]] = {
+    "ag+gemm": (*SPEEDS, *REDUCING[2:]),
+    "gemm+rs": REDUCING,
+    "gemm+ar": REDUCING,
+    "a2a+gemm": (*SPEEDS, *REDUCING[2:]),
+    "gemm+a2a": ("256x192x64_1x2_cooperative", LARGE, "128x192x64_2x1_cooperative", *REDUCING[1:]),
+}
 """Those that are worth a try, from large products to small ones. The last one is for shards of 64 rows."""
-LARGE, WIDE, SMALL = CONFIGS[:3]
-SPEEDS = {LARGE: 0.96, WIDE: 0.93, SMALL: 0.85}
-"""Of a whole wave of tiles without sums, as shares of the GPU's rate."""
+FEW_ROWS = 64
+"""Rows of a shard, up to which a reduction has tiles of 64 rows, and clusters of one row of them."""
 SHORT_K = 2048
 """Elements of k, below which a reduction has tiles of 128x128."""
 EPILOGUE_STAGES: dict[Pattern, tuple[int, int]] = {
@@ -42,25 +53,35 @@ ROW_BYTES = 16
 """Bytes that divide each row which TMA copies."""
 
 
-def select_config(pattern: Pattern, m: int, n: int, k: int, *, turned_b: bool = False) -> str:
+def select_config(pattern: Pattern, shards: int, m: int, n: int, k: int) -> str:
     """The tile, cluster and kernel schedule for a shape.
 
     Args:
         pattern: the pattern.
-        m: rows of all shards that a rank multiplies, together.
+        shards: number of shards that a rank multiplies.
+        m: rows of a shard.
         n: columns of D on a rank.
         k: columns of A on a rank.
-        turned_b: whether columns of B are contiguous. WIDE cannot load them.
     """
     if pattern in {"gemm+rs", "gemm+ar"}:
+        if m <= FEW_ROWS:
+            return REDUCING[-1]
         return LARGE if k >= SHORT_K else SMALL
 
     def cost(config: str) -> float:
-        rows, columns, _ = GemmConfig.parse(config).tile
-        waves = -(-(-(-m // rows) * -(-n // columns)) // SMS)
+        found = GemmConfig.parse(config)
+        (rows, columns, _), (down, across) = found.tile, found.cluster
+        clusters = shards * -(-m // (rows * down)) * -(-n // (columns * across))
+        waves = -(-clusters // (SMS // (down * across)))
         return waves * rows * columns / SPEEDS[config]
 
-    return min((config for config in SPEEDS if not (turned_b and config == WIDE)), key=cost)
+    return min((config for config in SPEEDS if config in CONFIGS[pattern]), key=cost)
+
+
+def configs_of(plan: Plan) -> tuple[str, ...]:
+    """The configurations that are worth a try for a plan. If no kernel executes it, the first one stands for all."""
+    pattern = _pattern_of(plan) if plan.world_size > 1 else None
+    return CONFIGS[pattern] if pattern else (LARGE,)
 
 
 def traits_of(
@@ -139,24 +160,26 @@ def gemm_of(plan: Plan, config: str | None = None, *, turned_b: bool = False) ->
             "take a schedule that gathers A, scatters rows of D or exchanges A or D, without copies, and extents that "
             "the number of ranks divides; or execution='multi_kernel'",
         )
-    m, k = problem.m // ranks, plan.shard_shape("A", 0)[1]
-    n = plan.shard_shape("D", 0)[1]
+    by_columns = pattern == "gemm+ar" and _is_by_columns(plan)
+    m = problem.m if by_columns else problem.m // ranks
+    n, k = plan.shard_shape("D", 0)[1] // (ranks if by_columns else 1), plan.shard_shape("A", 0)[1]
     for what, columns, dtype in (("A and B", k, problem.dtype), ("D", n, out_dtype)):
         if columns * DTYPE_BYTES[dtype] % ROW_BYTES:
             raise refuse(
                 f"rows of {what} are multiples of {ROW_BYTES} bytes, got {columns} columns of {dtype} on a rank",
                 f"pad them to a multiple of {ROW_BYTES // DTYPE_BYTES[dtype]}",
             )
-    distances = distances_of(plan, "n" if pattern == "gemm+a2a" else "k" if pattern == "a2a+gemm" else "m")
+    mode: Literal["m", "n", "k"] = "k" if pattern == "a2a+gemm" else "n" if pattern == "gemm+a2a" or by_columns else "m"
+    distances = distances_of(plan, mode)
     if pattern == "gemm+a2a":
         partial_dtype = out_dtype  # nothing is added to what a rank sends but the terms
-    rows = m if pattern == "a2a+gemm" else problem.m
-    config = config or select_config(pattern, rows, n, k, turned_b=turned_b)
+    shards = 1 if pattern == "a2a+gemm" else ranks
+    config = config or select_config(pattern, shards, m, n, k)
     try:
         traits = traits_of(config, pattern, problem.dtype, out_dtype, partial_dtype, turned_b)
     except ValueError as error:
         raise ValueError(f"{plan.schedule} is not executed per tile: {error}") from error
-    gemm = RankGemm(traits, distances, m, n, k)
+    gemm = RankGemm(traits, distances, m, n, k, by_columns=by_columns)
     assert gemm.order.ranks == ranks  # it is made, and checked
     return gemm
 
@@ -164,6 +187,11 @@ def gemm_of(plan: Plan, config: str | None = None, *, turned_b: bool = False) ->
 def _pattern_of(plan: Plan) -> Pattern | None:
     """The pattern whose equal shards the ranks of a plan hold; None: of no pattern that has kernels."""
     equal = all(len({plan.shard_shape(name, rank) for rank in range(plan.world_size)}) == 1 for name in "ABD")
-    if plan.problem.m % plan.world_size or not equal:
-        return None
-    return next((pattern for pattern in EPILOGUE_STAGES if does_pattern(plan, pattern)), None)
+    pattern = next((pattern for pattern in EPILOGUE_STAGES if does_pattern(plan, pattern)), None)
+    divided = plan.problem.n if pattern == "gemm+ar" and _is_by_columns(plan) else plan.problem.m
+    return None if divided % plan.world_size or not equal else pattern
+
+
+def _is_by_columns(plan: Plan) -> bool:
+    """Whether the ranks of a reduction divide the columns of D, and not the rows."""
+    return plan.grid.m == 1 < plan.grid.n

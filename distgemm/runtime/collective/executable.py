@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from distgemm.arguments import finite, instance
 from distgemm.plan.ops import Op
@@ -17,10 +18,12 @@ from distgemm.runtime.checks import (
     check_bias,
     check_gathered,
     check_gradients,
+    check_hosts,
     check_scales,
     check_shard,
     check_shards,
     differences,
+    group_of_hosts,
     plan_fields,
     refuse_groups,
     resolve_group,
@@ -47,7 +50,7 @@ class CollectiveExecutable:
 
     Args:
         plan: the same on all ranks of the group. Its ops are all that is executed.
-        group: a process group of ``plan.world_size`` ranks; None: all.
+        group: a process group of ``plan.world_size`` ranks, or a DeviceMesh ("host", "rank") of them; None: all.
         device: where shards and workspace lie; None: the current CUDA device if the group has NCCL, else the CPU.
 
     Attributes:
@@ -64,16 +67,21 @@ class CollectiveExecutable:
     """
 
     def __init__(
-        self, plan: Plan, group: dist.ProcessGroup | None = None, device: torch.device | str | int | None = None
+        self,
+        plan: Plan,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        device: torch.device | str | int | None = None,
     ) -> None:
         self.plan = instance("plan", plan, Plan, "a distgemm.Plan")
-        self._group = GroupRef(resolve_group(group))
+        whole, hosts = group_of_hosts(group)
+        self._group = GroupRef(resolve_group(whole))
         self.rank = dist.get_rank(self.group)
         raise_if_failed(self.group)
         served = backends(self.group)
         self.device = usual = _device(None, served)
         problem: Exception | None = None
         try:
+            check_hosts(plan, hosts)
             self.device = _device(device, served)
             self._prepare(served)
         except Exception as error:  # raised below, once all ranks know of it
@@ -275,7 +283,7 @@ def run_collective(
     alpha: float = 1.0,
     beta: float = 0.0,
     bias: Tensor | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Execute a plan once: make a :class:`CollectiveExecutable` on the device of ``a_shard`` and call it.

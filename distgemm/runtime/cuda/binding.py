@@ -18,15 +18,17 @@ from distgemm.gemm.nvcc import KernelSource
 from distgemm.gemm.spec import SCALE_BLOCK
 from distgemm.gemm.sums import bind_sum, sum_source_of
 from distgemm.gemm.tensors import matrix_spec, spec_of
+from distgemm.plan.exchanges import Exchange
 from distgemm.plan.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_extents, box_size, contains
-from distgemm.plan.plan import Plan
+from distgemm.plan.plan import SLOT_ALIGNMENT, Plan
 from distgemm.plan.problem import DTYPE_BYTES
 from distgemm.plan.scaling import SCALE_OPERANDS, OperandScaling
 from distgemm.runtime.checks import TORCH_DTYPES, gathered_box, shard_dtype
 from distgemm.runtime.cuda.flag_kernel import bind_flag_ops, flag_source
 from distgemm.runtime.cuda.lowering import copies_first, lower
-from distgemm.runtime.cuda.lowering.actions import COMM, Action, waits_of
+from distgemm.runtime.cuda.lowering.actions import COMM, Action, exchanges_of, waits_of
 from distgemm.runtime.cuda.memops import FlagOpsLaunch, copies_of, wait_for, write
+from distgemm.runtime.cuda.nccl import ExchangeLaunch, Message
 from distgemm.runtime.cuda.workspace import Step, Workspace
 from distgemm.runtime.executable import ExecutionConfig
 
@@ -125,6 +127,16 @@ class Binder:
         """
         self.workspace = workspace
         flags = [op.flag.number for op in waits_of(self.actions)]
+        # Messages are contiguous, and NCCL keeps their addresses in a graph: what is neither goes by this memory.
+        self.staging: dict[Copy, int] = {}
+        size = 0
+        for op in exchanges_of(self.actions):
+            for copy, view in (*((copy, copy.src) for copy in op.sends), *((copy, copy.dst) for copy in op.receives)):
+                if view.buffer != "slot" or not _is_dense(view):
+                    self.staging[copy] = size
+                    taken = box_size(view.box) * DTYPE_BYTES[self.plan.dtype(view)]
+                    size += -(-taken // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        self.staging_memory = torch.empty(size, dtype=torch.uint8, device=self.device)
         self.steps = [buffer.steps(number, flags) for buffer in workspace.buffers]
 
     def bind(self, call: CallTensors, buffer: int) -> Bound:
@@ -237,6 +249,8 @@ class Binding:
             return [self._reduce(first)]
         if isinstance(first, Copy):
             return [*copies_of(self.tensor(first.dst), self.tensor(first.src))]
+        if isinstance(first, Exchange):
+            return self._exchange(first)
         ops = [self.memop(op) for op in action.ops if isinstance(op, (Wait, Signal))]
         if self.kernel_waits and isinstance(first, Wait) and action.stream != COMM:
             return [bind_flag_ops([ops], self._device_index)]
@@ -258,6 +272,34 @@ class Binding:
         """The memory operation that waits for a plan's flag, or sets it."""
         address = self.binder.workspace.buffers[self.buffer].plan_flag(op.flag.rank, op.flag.number)
         return wait_for(address) if isinstance(op, Wait) else write(address)
+
+    def _exchange(self, op: Exchange) -> list[MovableLaunch]:
+        """Messages to and from other hosts, between copies to and from staging memory."""
+        workspace = self.binder.workspace
+        assert workspace.across is not None
+        before: list[MovableLaunch] = []
+        behind: list[MovableLaunch] = []
+        sends, receives = [], []
+        for copy in op.sends:
+            memory, staged = self._message(copy, copy.src)
+            before += copies_of(memory, self.tensor(copy.src)) if staged else ()
+            sends.append(Message(copy.dst.rank, memory))
+        for copy in op.receives:
+            memory, staged = self._message(copy, copy.dst)
+            behind += copies_of(self.tensor(copy.dst), memory) if staged else ()
+            receives.append(Message(copy.src.rank, memory))
+        count = 1 + [each.id for each in exchanges_of(self.actions)].index(op.id)
+        ended = FlagOpsLaunch([workspace.buffers[self.buffer].exchanged(count)])
+        return [*before, ExchangeLaunch(workspace.across.exchange, sends, receives), *behind, ended]
+
+    def _message(self, copy: Copy, view: View) -> tuple[Tensor, bool]:
+        """The contiguous memory of a message, (l, rows, columns), and whether it is staging memory."""
+        start = self.binder.staging.get(copy)
+        if start is None:
+            return self.tensor(view), False
+        dtype = TORCH_DTYPES[self.plan.dtype(view)]
+        size = box_size(view.box) * dtype.itemsize
+        return self.binder.staging_memory[start : start + size].view(dtype).view(box_extents(view.box)), True
 
     def tensor(self, view: View) -> Tensor:
         """A view as a tensor (l, rows, columns)."""
@@ -406,6 +448,12 @@ class _RemainingTerms(NamedTuple):
     c: Tensor | None
     bias: Tensor | None
     sums: Sequence[Tensor] = ()
+
+
+def _is_dense(view: View) -> bool:
+    """Whether the memory of a view is contiguous."""
+    batches, rows, columns = box_extents(view.box)
+    return columns == view.pitch and (batches == 1 or rows == box_extents(view.frame)[1])
 
 
 def _matrix(tensor: Tensor) -> Tensor:

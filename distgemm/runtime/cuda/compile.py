@@ -13,6 +13,7 @@ from distgemm.gemm import get_provider
 from distgemm.plan.plan import Plan
 from distgemm.runtime.checks import refuse_groups, resolve_group
 from distgemm.runtime.cuda.executable import CudaExecutable
+from distgemm.runtime.cuda.lowering import check_across
 from distgemm.runtime.cuda.per_tile import PerTileExecutable
 from distgemm.runtime.executable import ExecutionConfig, OnTimeout
 
@@ -52,6 +53,7 @@ def compile_plan(
     if execution.provider is not None:
         get_provider(execution.provider)
     whole, at, timeout = _place(plan, group, device, timeout, on_timeout)
+    check_across(plan, execution)
     if execution.execution == "per_tile":
         return PerTileExecutable(
             plan, whole, at, execution, timeout=timeout, on_timeout=on_timeout, copies=copies, turned_b=turned_b

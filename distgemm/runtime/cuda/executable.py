@@ -29,7 +29,7 @@ from distgemm.runtime.checks import (
 from distgemm.runtime.cuda.binding import Binder, Bound, CallTensors
 from distgemm.runtime.cuda.calls import GpuExecutable, PreparedCall
 from distgemm.runtime.cuda.lowering import most_flags
-from distgemm.runtime.cuda.lowering.actions import GEMM_STREAM, Action, on_one_stream
+from distgemm.runtime.cuda.lowering.actions import GEMM_STREAM, Action, exchanges_of, on_one_stream
 from distgemm.runtime.cuda.recording import CallLayout, Recording, captured_node, layout_of
 from distgemm.runtime.cuda.watched import awaited
 from distgemm.runtime.cuda.workspace import BUFFERS, FlagValues, Workspace
@@ -108,8 +108,14 @@ class CudaExecutable(GpuExecutable):
             problem = error
         self._agree(problem)
         slot_bytes = max(map(plan.workspace_bytes, range(plan.world_size)))
-        self._join(Workspace, slot_bytes, most_flags(plan))
+        hosts = {} if plan.ranks_per_host is None else {"ranks_per_host": plan.ranks_per_host}
+        self._join(Workspace, slot_bytes, most_flags(plan), **hosts)
         self.binder.attach(self.workspace, self.number)
+        if self.workspace.across is not None:
+            exchanges = exchanges_of(self.actions)
+            to = sorted({copy.dst.rank for op in exchanges for copy in op.sends})
+            from_ = sorted({copy.src.rank for op in exchanges for copy in op.receives})
+            self.workspace.across.connect(to, from_, device)
         self._copied = copied_buffers(plan, self.rank)
         # By layout, or by layout and addresses: for each buffer, its recording. Tensors need not be kept alive: a graph
         # is only replayed for a call with tensors at its addresses.
@@ -124,7 +130,7 @@ class CudaExecutable(GpuExecutable):
     @property
     def transfers(self) -> str:
         """Who moves data between ranks."""
-        return "CUDA runtime"
+        return "CUDA runtime" if self.plan.ranks_per_host is None else "CUDA runtime, NCCL across hosts"
 
     @property
     def workspace_bytes(self) -> int:
@@ -193,6 +199,11 @@ class CudaExecutable(GpuExecutable):
         """
         self.raise_if_dead()
         check_gathers(self.plan)
+        if self.plan.ranks_per_host is not None:
+            raise ValueError(
+                "a gather hands out chunks that ranks of one host copy; across hosts call the executable, or gather "
+                "with distgemm.CollectiveExecutable"
+            )
         if self.execution.gemm_streams != 1:
             raise ValueError(
                 f"a gather hands out chunks on one stream: it takes gemm_streams=1, got {self.execution.gemm_streams}"

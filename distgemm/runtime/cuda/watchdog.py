@@ -7,8 +7,9 @@ rank whose process has ended. Then the watchdog takes these steps:
 1. It reads the flags: which peers have not entered or left, which plan flags are not set. They make the message.
 2. It marks the workspace as dead on this rank and, through the group's store, on every rank that answers.
 3. It raises a :class:`ReplayTimeoutError` in the thread whose step it is, at the next Python instruction.
-4. It fills the slots with NaN. Only then does it set flags in the place of ranks that set none any more, until all
-   calls that were issued have ended. At last it fills D of these calls with NaN.
+4. It fills the slots with NaN. Only then does it abort messages to and from other hosts, and set flags in the place
+   of ranks that set none any more, until all calls that were issued have ended. At last it fills D of these calls with
+   NaN.
 
 On a workspace with epochs, kernels that begin are mute from step 4 on: they send nothing, and their results are NaN.
 Once the slots are NaN, one flag ends all waits.
@@ -226,6 +227,7 @@ class Watchdog:
         if flags:
             watched.write_flags(flags, value)
         watched.poison(rank)
+        workspace.abort_messages()
         ranks, flags, value = workspace.ending(silent)
         for peer in ranks:
             watched.poison(peer)

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from distgemm.gemm.streams import new_stream
+from distgemm.plan.exchanges import Exchange
+from distgemm.plan.ops import Wait
 from distgemm.plan.plan import Plan
-from distgemm.runtime.cuda.lowering.actions import Action, waits_of
+from distgemm.runtime.cuda.lowering.actions import Action, exchanges_of, waits_of
 from distgemm.runtime.cuda.side_queue import SideQueue
 from distgemm.runtime.cuda.workspace import FlagValues, SharedWorkspace, Stage, Values, WorkspaceBuffer
 from distgemm.runtime.executable import OnTimeout
@@ -200,11 +202,17 @@ def awaited(executable: WatchedExecutable, flags: FlagValues) -> tuple[str, list
     if flags.stage is Stage.ENTRY and late:
         return f"at its start it waits for ranks {late} to leave their last replay", late
     waits = [op for op in waits_of(executable.actions) if op.peer != executable.rank]
-    missing = sorted((op for op in waits if not flags.plan_flags[op.flag.number]), key=lambda op: op.round)
+    exchanges = exchanges_of(executable.actions)[flags.exchanged :]
+    unset = [op for op in waits if not flags.plan_flags[op.flag.number]]
+    missing: list[Wait | Exchange] = sorted([*unset, *exchanges], key=lambda op: op.round)
     if missing:
         first = missing[0]
         more = f" (and {len(missing) - 1} later ones)" if len(missing) > 1 else ""
-        return f"it waits for rank {first.peer} at {first.describe()}{more}", [op.peer for op in missing]
+        ranks = [*(op.peer for op in unset), *(peer for op in exchanges for peer in op.peers)]
+        if isinstance(first, Wait):
+            return f"it waits for rank {first.peer} at {first.describe()}{more}", ranks
+        by_host = ", ".join(f"rank {peer} of host {executable.plan.host(peer)}" for peer in first.peers)
+        return f"it waits for {by_host} at {first.describe()}{more}", ranks
     late = [peer for peer in peers if not flags.entered[peer]]
     if late:
         return f"at its end it waits for ranks {late} to begin this replay", late

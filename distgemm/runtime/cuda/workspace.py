@@ -4,6 +4,7 @@
     left[peer]          rank               peer        the peer has left its last replay: this rank may write to it
     entered[peer]       rank               peer        the peer has seen left[rank], and reset it
     stage               rank               rank        how far the replay is; the watchdog reads it
+    exchanged           rank               rank        the exchanges that have ended in this replay, if there are hosts
     plan_flag[number]   rank               one peer    what the plan's flag says, within one replay
 
 Every replay of every executable takes these steps:
@@ -22,14 +23,18 @@ The workspace is double-buffered: all of this exists twice, and replays alternat
 have usually left a buffer long before a rank enters it again. With one buffer each replay would begin with the time
 that a flag takes from GPU to GPU. Two replays in a row on one buffer, as where a captured graph of a single call is
 replayed, are right too, only slower.
+
+With several hosts, peers are the ranks of the own host, and only they share memory and flags. Ranks of other hosts send
+messages, which arrive where this rank receives them and when it receives them: they need no protocol.
 """
 
 from __future__ import annotations
 
 import enum
 import secrets
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -41,7 +46,9 @@ from distgemm.gemm.streams import new_stream
 from distgemm.plan.plan import SLOT_ALIGNMENT
 from distgemm.runtime.checks import exchange_reports, raise_failures
 from distgemm.runtime.cuda.memops import clear, wait_for, write
+from distgemm.runtime.cuda.nccl import Communicator
 from distgemm.runtime.cuda.processes import ProcessId, this_process
+from distgemm.runtime.groups import PerGroup
 
 __all__ = [
     "BUFFERS",
@@ -54,6 +61,7 @@ __all__ = [
     "Workspace",
     "WorkspaceBuffer",
     "close_workspaces",
+    "host_group",
     "workspace_for",
 ]
 
@@ -94,6 +102,7 @@ class FlagValues(NamedTuple):
         left: by peer.
         entered: by peer.
         plan_flags: by number.
+        exchanged: how many exchanges have ended.
     """
 
     buffer: int
@@ -102,6 +111,7 @@ class FlagValues(NamedTuple):
     left: list[int]
     entered: list[int]
     plan_flags: list[int]
+    exchanged: int = 0
 
     @property
     def idle(self) -> bool:
@@ -114,12 +124,13 @@ class WorkspaceBuffer:
 
     Args:
         rank: this rank.
-        bases: by rank, the address of the buffer's first flag in that rank's memory.
+        bases: by rank, the address of the buffer's first flag in that rank's memory; for ranks of this host.
+        world_size: number of ranks, of all hosts.
     """
 
-    def __init__(self, rank: int, bases: Sequence[int]) -> None:
-        self.rank, self.bases, self.world_size = rank, tuple(bases), len(bases)
-        self.peers = [peer for peer in range(self.world_size) if peer != rank]
+    def __init__(self, rank: int, bases: Mapping[int, int], world_size: int) -> None:
+        self.rank, self.bases, self.world_size = rank, dict(bases), world_size
+        self.peers = [peer for peer in self.bases if peer != rank]
 
     def left(self, at: int, by: int) -> int:
         """Address of the flag in the memory of rank ``at`` that rank ``by`` sets."""
@@ -141,9 +152,12 @@ class WorkspaceBuffer:
             flags: numbers of the plan flags that it waits for.
         """
         left = [self.left(self.rank, peer) for peer in self.peers]
+        begin = [self._stage(executable, Stage.ENTRY)]
+        if len(self.bases) < self.world_size:
+            begin.append(self.exchanged(0))
         entered = [self.entered(self.rank, peer) for peer in self.peers]
         return {
-            Step.ENTRY: [self._stage(executable, Stage.ENTRY), *map(wait_for, left)],
+            Step.ENTRY: [*begin, *map(wait_for, left)],
             Step.ENTERED: [
                 self._stage(executable, Stage.BODY),
                 *clear(left),
@@ -157,6 +171,10 @@ class WorkspaceBuffer:
             ],
             Step.EXIT: [write(self.left(peer, self.rank)) for peer in self.peers],
         }
+
+    def exchanged(self, count: int) -> MemOp:
+        """Note that so many exchanges of the replay have ended."""
+        return write(self.bases[self.rank] + (stage_index(self.world_size) + 1) * FLAG_BYTES, count)
 
     def _stage(self, executable: int, stage: Stage) -> MemOp:
         address = self.bases[self.rank] + stage_index(self.world_size) * FLAG_BYTES
@@ -202,11 +220,13 @@ class SharedWorkspace:
         group: its ranks all make the workspace, with the same sizes.
         device: this rank's GPU.
         size: bytes on each rank.
+        ranks_per_host: number of ranks that share memory; None: all.
 
     Attributes:
         memory: this rank's part; None once it is closed.
         processes: by rank.
-        peers: the other ranks.
+        peers: the other ranks of this host.
+        across: for messages to ranks of other hosts; None: there are none.
         slot_bytes: bytes for slots on each rank, in each buffer.
         flags: number of the plan's flags in each buffer.
         dead: why no replay can be made any more; None while that is not so.
@@ -219,13 +239,28 @@ class SharedWorkspace:
     slot_bytes: int
     flags: int
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, size: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, size: int, ranks_per_host: int | None = None
+    ) -> None:
         self.group, self.device = group, device
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.peers = [peer for peer in range(self.world_size) if peer != self.rank]
+        of_host = ranks_per_host or self.world_size
+        first = self.rank // of_host * of_host
+        ranks = range(first, first + of_host)
+        self.peers = [peer for peer in ranks if peer != self.rank]
         self.memory: torch.Tensor | None = None
         self.memory, self.token, self.processes = allocate(size, group, device)
-        self._handle: Any = symmetric_memory.rendezvous(self.memory, group)
+        inside, self._place = (group, dict(zip(ranks, ranks, strict=True)))
+        if of_host < self.world_size:
+            inside, self._place = host_group(group, ranks)
+        try:
+            self._handle: Any = symmetric_memory.rendezvous(self.memory, inside)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"ranks {ranks.start} to {ranks.stop - 1} cannot map each other's memory; ranks on several hosts take "
+                f"plans with ranks_per_host. torch says: {error}"
+            ) from error
+        self.across = Communicator(group, device) if of_host < self.world_size else None
         self.dead: str | None = None
         self.replaced = False
         self.executables: list[weakref.ref[Any]] = []
@@ -268,6 +303,12 @@ class SharedWorkspace:
         """What a copy of :meth:`watched_memory` says."""
         raise NotImplementedError
 
+    def abort_messages(self) -> None:
+        """Let all messages to and from other hosts end, also those that a peer never sends. It does not block."""
+        if self.across is not None:
+            # NCCL ends its kernels, and may then wait for the GPU, and until all graphs with messages are gone.
+            threading.Thread(target=self.across.abort, name="distgemm-abort", daemon=True).start()
+
     def closing(self) -> tuple[list[int], int]:
         """Addresses of flags, and what is written there, before the slots of this rank become NaN."""
         return [], 0
@@ -294,6 +335,7 @@ class SharedWorkspace:
         self.memory = None
         self._handle = None
         self.kept.clear()
+        self.abort_messages()
 
 
 class Workspace(SharedWorkspace):
@@ -304,6 +346,7 @@ class Workspace(SharedWorkspace):
         device: this rank's GPU.
         slot_bytes: bytes for slots on each rank, in each buffer.
         flags: number of plan flags of each buffer.
+        ranks_per_host: number of ranks that share memory; None: all.
 
     Raises:
         RuntimeError: on all ranks where one has no memory.
@@ -311,21 +354,27 @@ class Workspace(SharedWorkspace):
 
     @torch.inference_mode(False)  # the memory is written outside of inference mode too
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, slot_bytes: int, flags: int = MIN_PLAN_FLAGS
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        slot_bytes: int,
+        flags: int = MIN_PLAN_FLAGS,
+        ranks_per_host: int | None = None,
     ) -> None:
         self.slot_bytes, self.flags = _aligned(max(slot_bytes, 1)), flags
         self._flags_of_buffer = first_plan_flag(dist.get_world_size(group)) + _even(flags)
         self._slots_at = _aligned((BUFFERS * self._flags_of_buffer + 1) * FLAG_BYTES)
-        super().__init__(group, device, self._slots_at + BUFFERS * self.slot_bytes)
+        super().__init__(group, device, self._slots_at + BUFFERS * self.slot_bytes, ranks_per_host)
         assert self.memory is not None
-        bases = self._handle.buffer_ptrs
+        bases = {rank: self._handle.buffer_ptrs[place] for rank, place in self._place.items()}
+        size = self._flags_of_buffer * FLAG_BYTES
         self.buffers = tuple(
-            WorkspaceBuffer(self.rank, [base + number * self._flags_of_buffer * FLAG_BYTES for base in bases])
+            WorkspaceBuffer(self.rank, {rank: base + number * size for rank, base in bases.items()}, self.world_size)
             for number in range(BUFFERS)
         )
         self.current_buffer = 0
-        # For copies, a second stream of GEMMs, and sums. Executables run one after the other, and share them.
-        self.streams = [new_stream(device) for _ in range(3)]
+        # For copies, a second stream of GEMMs, sums, and messages. Executables run one after the other, and share them.
+        self.streams = [new_stream(device) for _ in range(4)]
         self.capture_stream = new_stream(device)
         self.memory.fill_(0xFF)  # slots begin as NaN
         self.watched_memory().zero_().add_(1).zero_()  # add_ loads the kernel that graphs of callers have
@@ -367,6 +416,7 @@ class Workspace(SharedWorkspace):
             values[:size],
             values[entered : entered + size],
             values[first_plan_flag(size) :],
+            values[at + 1],
         )
 
     def ending(self, silent: set[int]) -> tuple[set[int], list[int], int]:
@@ -378,7 +428,7 @@ class Workspace(SharedWorkspace):
         if self.memory is None:
             raise RuntimeError("the workspace is closed")
         at = self._slots_at + buffer * self.slot_bytes + offset
-        found: torch.Tensor = self._handle.get_buffer(rank, (size,), torch.uint8, at)
+        found: torch.Tensor = self._handle.get_buffer(self._place[rank], (size,), torch.uint8, at)
         return found
 
     def slots_of(self, rank: int) -> torch.Tensor:
@@ -428,7 +478,32 @@ def _aligned(size: int) -> int:
     return -(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
-_WORKSPACES: dict[tuple[str, int, Any], Any] = {}
+_HOST_GROUPS: PerGroup[dict[int, dist.ProcessGroup]] = PerGroup(dict)
+"""For each group, the groups of the ranks of this host, by their number."""
+
+
+def host_group(group: dist.ProcessGroup, ranks: Sequence[int]) -> tuple[dist.ProcessGroup, dict[int, int]]:
+    """A group of some ranks of a group, through which they map each other's memory. Only these ranks call it.
+
+    It is made once, and lives as long as torch.distributed: workspaces that follow use it again. It is one of gloo,
+    because a group of NCCL cannot be made by some ranks alone if the default group is bound to a device.
+
+    Args:
+        group: the whole group.
+        ranks: numbers in the group.
+
+    Returns:
+        The group, and the number of each rank in it.
+    """
+    order = sorted(ranks, key=lambda rank: dist.get_global_rank(group, rank))
+    known = _HOST_GROUPS.of(group)
+    if len(ranks) not in known:
+        members = [dist.get_global_rank(group, rank) for rank in order]
+        known[len(ranks)] = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+    return known[len(ranks)], {rank: place for place, rank in enumerate(order)}
+
+
+_WORKSPACES: dict[tuple[Any, ...], Any] = {}
 AnyWorkspace = TypeVar("AnyWorkspace", bound=SharedWorkspace)
 
 
@@ -437,7 +512,8 @@ def workspace_for(
     device: torch.device,
     slot_bytes: int,
     flags: int,
-    kind: Callable[[dist.ProcessGroup, torch.device, int, int], AnyWorkspace],
+    kind: Callable[..., AnyWorkspace],
+    **options: Any,
 ) -> AnyWorkspace:
     """The workspace of a kind of a group, which all its executables share. It stays until it is closed.
 
@@ -445,7 +521,7 @@ def workspace_for(
     came again. Executables keep the workspace that they were made with. A collective call: sizes are the same on all
     ranks.
     """
-    key = (group.group_name, device.index, kind)
+    key = (group.group_name, device.index, kind, *options.items())
     found: AnyWorkspace | None = _WORKSPACES.get(key)
     if found is not None and found.memory is not None and found.dead is None and found.group is group:
         if found.slot_bytes >= slot_bytes and found.flags >= flags:
@@ -453,7 +529,7 @@ def workspace_for(
         # Some more than is asked for: shapes that grow slowly would take a new one each.
         slot_bytes = max(slot_bytes, found.slot_bytes + min(found.slot_bytes, MAX_GROWTH_BYTES))
         flags = max(flags, found.flags)
-    made = _WORKSPACES[key] = kind(group, device, slot_bytes, max(MIN_PLAN_FLAGS, flags))
+    made = _WORKSPACES[key] = kind(group, device, slot_bytes, max(MIN_PLAN_FLAGS, flags), **options)
     if found is not None and found.memory is not None:
         found.replaced = True
     return made

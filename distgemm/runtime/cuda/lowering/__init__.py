@@ -1,6 +1,16 @@
 """Lowering: passes that turn a rank's ops into actions on streams. No tensor and no address is known yet."""
 
 from distgemm.runtime.cuda.lowering.actions import COMM, GEMM_STREAM, Action, on_one_stream, waits_of
-from distgemm.runtime.cuda.lowering.lower import copies_first, lower, most_flags
+from distgemm.runtime.cuda.lowering.lower import check_across, copies_first, lower, most_flags
 
-__all__ = ["GEMM_STREAM", "COMM", "Action", "copies_first", "lower", "most_flags", "on_one_stream", "waits_of"]
+__all__ = [
+    "GEMM_STREAM",
+    "COMM",
+    "Action",
+    "check_across",
+    "copies_first",
+    "lower",
+    "most_flags",
+    "on_one_stream",
+    "waits_of",
+]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from distgemm.plan.exchanges import Exchange
 from distgemm.plan.ops import Op, Wait
 from distgemm.runtime.cuda.workspace import Step
 
-__all__ = ["GEMM_STREAM", "COMM", "Action", "on_one_stream", "waits_of"]
+__all__ = ["GEMM_STREAM", "COMM", "Action", "exchanges_of", "on_one_stream", "waits_of"]
 
 COMM = 0
 """The stream of all copies between ranks and of the signals behind them. There is one such stream, because two copies
@@ -16,7 +17,8 @@ at once share the link. Signals and the steps of the replay protocol stay on it 
 captured graphs of several replays hold copies back behind waits.
 """
 GEMM_STREAM = 1
-"""The first stream of GEMMs, which is the caller's own. Further GEMM streams follow, then a stream of sums."""
+"""The first stream of GEMMs, which is the caller's own. Further GEMM streams follow, then a stream of sums, then one of
+exchanges with other hosts. NCCL keeps the order of messages by the order on this stream."""
 
 
 @dataclass(eq=False)
@@ -25,7 +27,7 @@ class Action:
 
     Attributes:
         stream: COMM, or GEMM_STREAM and up.
-        ops: one Gemm, Copy or Reduce; or several Waits or Signals.
+        ops: one Gemm, Copy, Reduce or Exchange; or several Waits or Signals.
         after: numbers of the actions on other streams that come before this one.
         step: a step of the replay protocol, done behind the ops; see :mod:`distgemm.runtime.cuda.workspace`.
         awaited: whether an action on another stream waits for this one.
@@ -41,6 +43,11 @@ class Action:
 def on_one_stream(actions: Sequence[Action]) -> bool:
     """Whether all GEMMs and sums are on one stream, so that none runs beside another."""
     return all(action.stream <= GEMM_STREAM for action in actions)
+
+
+def exchanges_of(actions: Sequence[Action]) -> list[Exchange]:
+    """The exchanges with other hosts, in order."""
+    return [op for action in actions for op in action.ops if isinstance(op, Exchange)]
 
 
 def waits_of(actions: Sequence[Action]) -> list[Wait]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from distgemm.plan.exchanges import Exchange, ops_with_exchanges
 from distgemm.plan.ops import Barrier, Copy, Gemm, Op, Reduce, Signal, Wait, link_of
 from distgemm.plan.plan import Plan, PlanError
 from distgemm.runtime.cuda.lowering.actions import COMM, GEMM_STREAM, Action
@@ -12,7 +13,7 @@ from distgemm.runtime.cuda.lowering.merge_copies import merge_copies
 from distgemm.runtime.cuda.workspace import Step
 from distgemm.runtime.executable import ExecutionConfig
 
-__all__ = ["copies_first", "lower", "most_flags"]
+__all__ = ["check_across", "copies_first", "lower", "most_flags"]
 
 
 def lower(plan: Plan, rank: int, config: ExecutionConfig) -> list[Action]:
@@ -25,22 +26,39 @@ def lower(plan: Plan, rank: int, config: ExecutionConfig) -> list[Action]:
     (see :mod:`distgemm.runtime.cuda.workspace`): their Waits and Signals are left out. A rank leaves a replay only
     after its peers have read its slots: the rank waits for ENTERED of each peer, which stands behind the peer's copies.
 
+    Between hosts there is no such protocol, and there are no flags. All that a rank sends to other hosts and receives
+    from them in a round is one Exchange, on a stream of its own.
+
     Args:
         plan: of all ranks.
         rank: whose actions.
         config: how GPUs execute the plan, the same on all ranks.
 
     Raises:
-        PlanError: for a Barrier that is not at the start, a flag that is waited for twice in a replay, and ops that
-            depend on what is left out.
+        PlanError: for a Barrier that is not at the start, a flag that is waited for twice in a replay, ops that
+            depend on what is left out, and what ``ops_with_exchanges`` refuses.
+        ValueError: for a ``config`` that does not work across hosts.
     """
+    check_across(plan, config)
     _check(plan, rank)
-    ops, entry = _without_entry(plan.ops(rank))
+    ops, entry = _without_entry(ops_with_exchanges(plan, rank))
     if config.merge_copies:
         ops = merge_copies(plan, rank, ops, entry)
     actions = _issue(ops, entry, _assign_streams(ops, config.gemm_streams))
     _prune_after(actions)
     return actions
+
+
+def check_across(plan: Plan, config: ExecutionConfig) -> None:
+    """Raise ValueError for an execution that does not work across the hosts of a plan."""
+    given = {"execution": config.execution, "wait_by": config.wait_by, "merge_copies": config.merge_copies}
+    wanted = {"execution": "multi_kernel", "wait_by": "memory_op", "merge_copies": False}
+    if plan.ranks_per_host is not None and given != wanted:
+        differs = ", ".join(f"{name}={value!r}" for name, value in given.items() if value != wanted[name])
+        raise ValueError(
+            f"{plan.schedule} on hosts of {plan.ranks_per_host} ranks takes execution='multi_kernel', "
+            f"wait_by='memory_op' and merge_copies=False, got {differs}: other executions stay within one host"
+        )
 
 
 def copies_first(actions: Sequence[Action]) -> list[Action]:
@@ -109,8 +127,11 @@ def _assign_streams(ops: Sequence[Op], gemm_streams: int) -> dict[int, int]:
     found: dict[int, int] = {}
     computed = 0
     sums = GEMM_STREAM + gemm_streams if _gemm_follows_sum(ops) else None
+    across = GEMM_STREAM + gemm_streams + 1
     for op in ops:
-        if isinstance(op, Copy) and (link_of(op) or op.src.buffer not in ("D", "slot")):
+        if isinstance(op, Exchange):
+            found[op.id] = across
+        elif isinstance(op, Copy) and (link_of(op) or op.src.buffer not in ("D", "slot")):
             found[op.id] = COMM  # to or from a peer, or for peers to read
         elif isinstance(op, (Reduce, Copy)) and sums is not None:
             found[op.id] = sums
@@ -150,7 +171,7 @@ def _issue(ops: Sequence[Op], entry: set[int], streams: dict[int, int]) -> list[
     """The actions of the ops and of the replay protocol; ``after`` names every action that must come before."""
     actions = [Action(COMM, (), step=Step.ENTRY)]
     action_of = dict.fromkeys(entry, 0)  # by the op's id
-    waiting: list[int] = []  # actions that wait for flags
+    waiting: list[int] = []  # actions that wait for other ranks
     for batch in _batches(ops, streams):
         stream = streams[batch[0].id]
         after = {action_of[dep] for op in batch for dep in op.deps}
@@ -162,7 +183,7 @@ def _issue(ops: Sequence[Op], entry: set[int], streams: dict[int, int]) -> list[
         else:
             actions.append(Action(stream, batch, tuple(sorted(after))))
         action_of |= {op.id: len(actions) - 1 for op in batch}
-        if isinstance(batch[0], Wait):
+        if isinstance(batch[0], (Wait, Exchange)):
             waiting.append(len(actions) - 1)
     last = max(number for number, action in enumerate(actions) if action.stream == COMM)
     if isinstance(next(iter(actions[last].ops), None), Signal):

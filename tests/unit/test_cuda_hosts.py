@@ -1,0 +1,260 @@
+"""The CUDA runtime across hosts, emulated: hosts share no memory and no flags, and messages wait in no buffer."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import distgemm
+from distgemm.plan.exchanges import Exchange
+from distgemm.plan.ops import Copy, Signal, Wait, link_of
+from distgemm.runtime.cuda import nccl
+from distgemm.runtime.cuda.lowering import GEMM_STREAM, lower
+from distgemm.runtime.cuda.lowering.actions import exchanges_of
+from distgemm.runtime.cuda.watched import awaited
+from distgemm.runtime.cuda.workspace import FlagValues, Stage, Step
+from distgemm.runtime.executable import ExecutionConfig
+from distgemm.schedulers import schedule_mesh_rank, schedule_options
+from tests.unit.cuda_emulation import Data, Emulated, Task, machine_of, record_launches, run
+
+RING, DIRECT = "all_gather_1d_ring_a", "all_gather_1d_tiling_cd_rotating_a"
+CHAIN, OTHER_CHAIN = "reduce_scatter_1d_tiling_a_rotating_c", "reduce_scatter_1d_tiling_b_rotating_c"
+PAIRWISE, ALL_REDUCE = "reduce_scatter_1d_pairwise_a", "all_reduce_1d_tiling_a_rotating_c"
+PAIRS = (
+    (RING, DIRECT),
+    (DIRECT, RING),
+    (CHAIN, CHAIN),
+    (PAIRWISE, CHAIN),
+    (CHAIN, PAIRWISE),
+    (RING, OTHER_CHAIN),
+    (ALL_REDUCE, ALL_REDUCE),
+    ("all_reduce_1d_one_shot_a", "all_reduce_1d_one_shot_a"),
+    ("all_to_all_1d_rotating_d", "all_to_all_1d_rotating_d"),
+    ("all_to_all_1d_rotating_a", "all_to_all_1d_rotating_a"),
+)
+"""Schedules across hosts and inside."""
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
+    return record_launches(monkeypatch)
+
+
+def run_replays(every: list[distgemm.Plan], order: random.Random, recorded: list[Task], queues: bool) -> None:
+    """Replay each plan three times in a random order, with late ranks, and compare every element."""
+    ranks = every[0].world_size
+    machine = machine_of(every)
+    emulated = [
+        [Emulated(plan, rank, machine.workspaces[rank], 1 + number % 2) for rank in range(ranks)]
+        for number, plan in enumerate(every)
+    ]
+    script = [order.randrange(len(every)) for _ in range(3 * len(every))]
+    todo: list[list[Any]] = [[] for _ in range(ranks)]
+    data = []
+    for replay, which in enumerate(script):
+        buffer = order.randrange(2)
+        data.append(Data(every[which], replay, alpha=2.0, beta=float(replay % 2), bias=replay % 3 == 0))
+        for rank in range(ranks):
+            one = emulated[which][rank]
+            todo[rank].append((one, one.tasks(data[-1].calls[rank], recorded, buffer)))
+    run(machine, todo, order, queues)
+    for drawn in data:
+        drawn.check()
+    assert machine.channels
+    for (src, dst), channel in machine.channels.items():
+        assert every[0].across(src, dst)
+        assert channel.moved == len(channel.sent) == len(channel.awaited)
+
+
+def plans_of(schedule: str, mesh: tuple[int, ...], of_host: int, **options: Any) -> list[distgemm.Plan]:
+    chunked = {"chunks": 2} if "chunks" in schedule_options(schedule) else {}
+    found = []
+    for shape in ({"m": 22, "n": 21, "k": 19}, {"m": 13, "n": 16, "k": 12, "l": 2}):
+        problem = distgemm.GemmProblem(**shape, dtype="float32")
+        for modes in ({}, {"sync": "barrier"}, {"workspace": "bounded"}, {"sync": "barrier", "workspace": "bounded"}):
+            found.append(
+                distgemm.make_plan(problem, schedule, mesh=mesh, ranks_per_host=of_host, **modes, **chunked, **options)
+            )
+    return found
+
+
+@pytest.mark.sample(10)
+@pytest.mark.parametrize("queues", [False, True], ids=["streams", "one queue"])
+@pytest.mark.parametrize("of_host", [1, 2])
+@pytest.mark.parametrize("schedule", distgemm.list_schedules())
+def test_every_schedule_is_right_on_two_or_more_hosts(
+    schedule: str, of_host: int, queues: bool, recorded: list[Task]
+) -> None:
+    mesh = {1: (4,), 2: (2, 2), 3: (2, 1, 2)}[schedule_mesh_rank(schedule)]
+    order = random.Random(f"{schedule} {of_host} {queues}")
+    run_replays(plans_of(schedule, mesh, of_host), order, recorded, queues)
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("queues", [False, True], ids=["streams", "one queue"])
+@pytest.mark.parametrize("mesh", [(2, 2), (2, 4), (3, 2)], ids=str)
+@pytest.mark.parametrize("pair", PAIRS, ids=" across ".join)
+def test_nested_schedules_are_right_on_hosts(
+    pair: tuple[str, str], mesh: tuple[int, int], queues: bool, recorded: list[Task]
+) -> None:
+    across, inside = pair
+    order = random.Random(f"{pair} {mesh} {queues}")
+    names = {"across": across, "inside": inside}
+    run_replays(plans_of("tensor_parallel_2d_nested", mesh, mesh[1], **names), order, recorded, queues)
+
+
+def test_scales_cross_hosts_with_their_tiles(recorded: list[Task]) -> None:
+    problem = distgemm.GemmProblem(22, 21, 19, dtype="float8_e4m3fn", out_dtype="float32", scaling="rowwise")
+    names = {"across": RING, "inside": DIRECT}
+    every = [
+        distgemm.make_plan(problem, "tensor_parallel_2d_nested", mesh=(2, 2), ranks_per_host=2, sync=sync, **names)
+        for sync in ("credit", "barrier")
+    ]
+    run_replays(every, random.Random(0), recorded, queues=False)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=" across ".join)
+def test_only_exchanges_cross_hosts(pair: tuple[str, str]) -> None:
+    """On a stream of their own, in the order of rounds; the end of a replay comes behind them."""
+    names = dict(zip(("across", "inside"), pair, strict=True))
+    problem = distgemm.GemmProblem(m=64, n=64, k=64)
+    plan = distgemm.make_plan(problem, "tensor_parallel_2d_nested", mesh=(2, 2), ranks_per_host=2, chunks=2, **names)
+    for rank in range(4):
+        actions = lower(plan, rank, ExecutionConfig(gemm_streams=2))
+        assert exchanges_of(actions)
+        for action in actions:
+            for op in action.ops:
+                if isinstance(op, Exchange):
+                    assert action.ops == (op,) and action.stream == GEMM_STREAM + 3
+                    assert all(plan.across(rank, peer) for peer in op.peers)
+                elif isinstance(op, Copy):
+                    link = link_of(op)
+                    assert link is None or not plan.across(*link)
+                elif isinstance(op, (Signal, Wait)):
+                    assert not plan.across(rank, op.flag.rank if isinstance(op, Signal) else op.peer)
+        # What comes before FINISH, by the order of streams and by events.
+        (finish,) = (number for number, action in enumerate(actions) if action.step is Step.FINISH)
+        before, found = [finish], {finish}
+        for number in before:
+            same = [at for at in range(number) if actions[at].stream == actions[number].stream][-1:]
+            new = {*actions[number].after, *same} - found
+            found |= new
+            before += new
+        assert {at for at, action in enumerate(actions) if set(action.ops) & set(exchanges_of(actions))} <= found
+        rounds = [op.round for op in exchanges_of(actions)]
+        assert rounds == sorted(rounds)
+
+
+def test_what_does_not_work_across_hosts_is_refused_by_name() -> None:
+    plan = distgemm.make_plan(distgemm.GemmProblem(64, 64, 64), DIRECT, 4, ranks_per_host=2)
+    ways: list[tuple[dict[str, Any], str]] = [
+        ({"execution": "per_tile"}, "execution='per_tile'"),
+        ({"wait_by": "kernel", "gemm_streams": 1}, "wait_by='kernel'"),
+        ({"merge_copies": True}, "merge_copies=True"),
+    ]
+    for options, named in ways:
+        with pytest.raises(ValueError, match=f"on hosts of 2 ranks takes execution='multi_kernel', .* got {named}: "):
+            lower(plan, 0, ExecutionConfig(**options))
+
+
+def test_the_watchdog_names_rank_and_host(recorded: list[Task]) -> None:
+    plan = distgemm.make_plan(
+        distgemm.GemmProblem(64, 64, 64),
+        "tensor_parallel_2d_nested",
+        mesh=(2, 2),
+        ranks_per_host=2,
+        across=RING,
+        inside=DIRECT,
+        sync="barrier",
+    )
+    one = Emulated(plan, 1, machine_of([plan]).workspaces[1])
+    flags = [1] * 64
+
+    def found(exchanged: int, plan_flags: list[int]) -> tuple[str, list[int]]:
+        return awaited(one.exe, FlagValues(0, 1, Stage.BODY, [1] * 4, [1] * 4, plan_flags, exchanged))
+
+    text, ranks = found(0, flags)
+    assert text.startswith("it waits for rank 3 of host 1 at rank 1 round ") and ": Exchange sends " in text
+    assert set(ranks) == {3}
+    text, ranks = found(1, [0] * 64)
+    assert text.startswith("it waits for rank 0 at rank 1 iteration ") and set(ranks) == {0}
+    assert found(1, flags)[0] == "all that it waits for has come, but a kernel or a copy has not ended"
+
+
+def test_a_rank_that_does_not_come_holds_its_peers_up(recorded: list[Task]) -> None:
+    """Rank 3 stops before its first exchange: rank 1 of the other host does not end, and nothing else moves."""
+    problem = distgemm.GemmProblem(64, 64, 64, dtype="float32")
+    names = {"across": RING, "inside": DIRECT}
+    plan = distgemm.make_plan(problem, "tensor_parallel_2d_nested", mesh=(2, 2), ranks_per_host=2, **names)
+    machine = machine_of([plan])
+    data = Data(plan, 0)
+    todo = []
+    for rank in range(4):
+        one = Emulated(plan, rank, machine.workspaces[rank])
+        todo.append([(one, one.tasks(data.calls[rank], recorded, 0))])
+    with pytest.raises(pytest.fail.Exception, match="nothing moves"):
+        run(machine, todo, random.Random(0), queues=False, halts={3: 0})
+    assert machine.channels[1, 3].moved == 0 and machine.channels[0, 2].moved == 1
+
+
+def test_flags_of_a_host(recorded: list[Task]) -> None:
+    """Steps of the protocol name this host's ranks only, and a replay begins to count its exchanges anew."""
+    plan = distgemm.make_plan(distgemm.GemmProblem(64, 64, 64), DIRECT, 6, ranks_per_host=3)
+    buffer = machine_of([plan]).workspaces[4].buffers[0]
+    assert buffer.peers == [3, 5]
+    steps = buffer.steps(7, [])
+    assert buffer.exchanged(0) in steps[Step.ENTRY]
+    assert {op.address >> 32 for ops in steps.values() for op in ops} == {3, 4, 5}
+    one = machine_of([distgemm.make_plan(distgemm.GemmProblem(64, 64, 64), DIRECT, 6)]).workspaces[4].buffers[0]
+    assert one.exchanged(0) not in one.steps(7, [])[Step.ENTRY] and one.peers == [0, 1, 2, 3, 5]
+
+
+def test_nccl_is_found_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    nccl.library.cache_clear()
+    monkeypatch.setattr(nccl, "LIBRARY", "libnccl.so.no")
+    with pytest.raises(RuntimeError, match=r"messages across hosts go by NCCL, and libnccl.so.no cannot be loaded"):
+        nccl.library()
+
+
+def test_messages_are_grouped_and_errors_end_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All messages between the start and the end of one group: bytes, in order; also where one is refused."""
+    called: list[Any] = []
+
+    class Library:
+        def __getattr__(self, name: str) -> Any:
+            def function(*arguments: Any) -> Any:
+                if name == "ncclGetErrorString":
+                    return b"invalid usage"
+                called.append((name, *arguments))
+                return 5 if name == "ncclRecv" and arguments[3] == 9 else 0
+
+            return function
+
+    monkeypatch.setattr(nccl, "library", Library)
+    communicator = nccl.Communicator.__new__(nccl.Communicator)
+    communicator._lock, communicator._handle = threading.Lock(), ctypes.c_void_p(77)
+    memory = torch.zeros(2, 3, dtype=torch.bfloat16)
+    sends = [nccl.Message(2, memory), nccl.Message(3, memory[1])]
+    communicator.exchange(sends, [nccl.Message(2, memory[0])], 55)
+    names = [name for name, *_ in called]
+    assert names == ["ncclGroupStart", "ncclSend", "ncclSend", "ncclRecv", "ncclGroupEnd"]
+    assert [(size, kind, peer, stream) for _, _, size, kind, peer, _, stream in called[1:4]] == [
+        (12, nccl.UINT8, 2, 55),
+        (6, nccl.UINT8, 3, 55),
+        (6, nccl.UINT8, 2, 55),
+    ]
+    assert [address for _, address, *_ in called[1:4]] == [memory.data_ptr(), memory[1].data_ptr(), memory.data_ptr()]
+    called.clear()
+    with pytest.raises(RuntimeError, match=r"NCCL: ncclRecv: invalid usage \(5\)"):
+        communicator.exchange([], [nccl.Message(9, memory)], 55)
+    assert called[-1] == ("ncclGroupEnd",)
+    communicator.abort()
+    communicator.abort()
+    assert [name for name, *_ in called].count("ncclCommAbort") == 1
+    with pytest.raises(RuntimeError, match="the communicator for messages across hosts was aborted"):
+        communicator.exchange([], [], 55)
