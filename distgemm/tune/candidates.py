@@ -15,7 +15,7 @@ from distgemm.gemm import GemmSpec, MatrixSpec, default_provider
 from distgemm.gemm.cublas import CublasProvider
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.per_tile.model import Costs, predict_per_tile
-from distgemm.gemm.per_tile.select import CONFIGS, FEW_ROWS, ROW_BYTES, gemm_of
+from distgemm.gemm.per_tile.select import CONFIGS, ROW_BYTES, SHORT_M, gemm_of
 from distgemm.gemm.spec import Status
 from distgemm.plan.ops import Gemm, View, box_extents
 from distgemm.plan.patterns import does_pattern
@@ -315,7 +315,7 @@ def _per_tile(
             gemm = gemm_of(plan, name)
             if name == CONFIGS[pattern][-1] and gemm.m > gemm.traits.tile[0]:
                 continue  # it equals the one before, unless half of that one's clusters would be padding
-            if gemm.by_columns and gemm.m >= gemm.ranks * FEW_ROWS:
+            if gemm.by_columns and gemm.m >= gemm.ranks * SHORT_M:
                 continue  # shards of rows fill tiles, and B is read as often
             execution = ExecutionConfig(config=name, gemm_streams=1, execution="per_tile")
             time = cache(lambda gemm=gemm: predict_per_tile(gemm, costs).time)

@@ -9,7 +9,7 @@ import math
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -646,11 +646,12 @@ def compiled(folder: str) -> dict[str, Any]:
 # --- on GPUs --------------------------------------------------------------------------------------------
 
 
-def measured(folder: str) -> list[str]:
+def measured(folder: str, patterns: Sequence[Pattern] = PATTERNS) -> list[str]:
     """Tuning, looking up, pinning and capturing on GPUs."""
     os.environ["DISTGEMM_CACHE_DIR"] = os.environ.get("DISTGEMM_CACHE_DIR") or folder
     rank, size, failures = dist.get_rank(), dist.get_world_size(), []
-    for pattern in PATTERNS:
+    for pattern in patterns:
+        has_unfused = pattern in PATTERNS
         problem = GemmProblem(1000, 512 * size, 512 * size)  # its bucket is 1024
         executables = [distgemm.compile(problem, "auto", pattern=pattern) for _ in range(2)]
         first, second = (config_of(exe) for exe in executables)
@@ -660,7 +661,8 @@ def measured(folder: str) -> list[str]:
         tuned = tune.tune(dataclasses.replace(problem, m=1024), pattern, write=False)
         # The unfused program is taken unless a plan is clearly faster.
         margin = MIN_SPEEDUP if tuned.config == UNFUSED else 0.0
-        if tuned.refused or tuned.ms * (1 - margin) > min(tuned.times.values()) or tuned.unfused_ms is None:
+        slow = tuned.ms * (1 - margin) > min(tuned.times.values())
+        if tuned.refused or slow or (tuned.unfused_ms is not None) != has_unfused:
             failures.append(f"{pattern}: {tuned}")
         print(rank, pattern, tuned.config, tuned.times, flush=True)
         again = executables[1]
@@ -670,15 +672,19 @@ def measured(folder: str) -> list[str]:
             pinned = distgemm.compile(problem, **second.arguments())
             if not torch.equal(pinned(a, b), d):
                 failures.append(f"{pattern}: {second} by name gives other bits")
-        plain = UnfusedExecutable(problem, pattern)
+        plain = (
+            UnfusedExecutable(problem, pattern)
+            if has_unfused
+            else distgemm.compile(problem, pattern, provider="cublas")
+        )
         wanted = plain(a, b)
         error = float((d.float() - wanted.float()).norm() / wanted.float().norm())
         if not error < 1e-2:
-            failures.append(f"{pattern}: {second} differs from the unfused program by {error}")
+            failures.append(f"{pattern}: {second} differs from {plain.plan.schedule} by {error}")
         replay = plain.capture(a, b)
         replay.out.fill_(torch.nan)
         if not torch.equal(replay(), wanted):
-            failures.append(f"{pattern}: the graph of the unfused program")
+            failures.append(f"{pattern}: the graph of {plain}")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             captured = again(a, b)

@@ -6,6 +6,7 @@ All ranks run in one process. Their actions run in a random order among those th
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -55,14 +56,15 @@ def unused(task: Task) -> Task:
 class Channel:
     """Messages from one rank to another: begun by the sender, and by the receiver."""
 
-    def __init__(self) -> None:
+    def __init__(self, aborted: bool = False) -> None:
+        self.aborted = aborted
         self.sent: list[torch.Tensor] = []
         self.awaited: list[torch.Tensor] = []
         self.moved = 0
 
     def move(self) -> None:
-        """Move the messages that both ranks have begun."""
-        while self.moved < min(len(self.sent), len(self.awaited)):
+        """Move the messages that both ranks have begun, unless one of them has aborted."""
+        while not self.aborted and self.moved < min(len(self.sent), len(self.awaited)):
             source, target = self.sent[self.moved], self.awaited[self.moved]
             assert source.shape == target.shape and source.dtype == target.dtype
             target.copy_(source)
@@ -77,6 +79,10 @@ class EmulatedExchange:
         self.ends: list[tuple[Channel, int]] | None = None
 
     def done(self) -> bool:
+        if self.rank in self.machine.aborted:
+            for _, memory in self.receives if self.ends is None else ():
+                memory.view(torch.uint8).fill_(0xFF)
+            return True
         if self.ends is None:
             channels, self.ends = self.machine.channels, []
             for peer, memory in self.sends:
@@ -98,6 +104,7 @@ class Machine:
 
     def __init__(self, ranks: int, slot_bytes: int, ranks_per_host: int | None = None) -> None:
         self.channels: dict[tuple[int, int], Channel] = defaultdict(Channel)
+        self.aborted: set[int] = set()
         self.ranks_per_host = ranks_per_host or ranks
         self.slots = [
             [torch.full((slot_bytes + 256,), 0xFF, dtype=torch.uint8) for _ in range(ranks)] for _ in range(BUFFERS)
@@ -108,6 +115,13 @@ class Machine:
             for buffer in workspace.buffers:
                 for peer in buffer.peers:
                     self.flags[buffer.left(workspace.rank, peer)] = 1
+
+    def abort(self, rank: int) -> None:
+        """Let a rank's messages end as they are."""
+        self.aborted.add(rank)
+        for pair in itertools.product(range(len(self.workspaces)), repeat=2):
+            if rank in pair:
+                self.channels[pair].aborted = True
 
     def done(self, task: Task) -> bool:
         """Do a task. False for a wait that goes on."""

@@ -21,6 +21,7 @@ from distgemm.runtime.cuda.workspace import FlagValues, Stage, Step
 from distgemm.runtime.executable import ExecutionConfig
 from distgemm.schedulers import schedule_mesh_rank, schedule_options
 from tests.unit.cuda_emulation import Data, Emulated, Task, machine_of, record_launches, run
+from tests.unit.test_cuda_watchdog import Freeing
 
 RING, DIRECT = "all_gather_1d_ring_a", "all_gather_1d_tiling_cd_rotating_a"
 CHAIN, OTHER_CHAIN = "reduce_scatter_1d_tiling_a_rotating_c", "reduce_scatter_1d_tiling_b_rotating_c"
@@ -200,6 +201,39 @@ def test_a_rank_that_does_not_come_holds_its_peers_up(recorded: list[Task]) -> N
     with pytest.raises(pytest.fail.Exception, match="nothing moves"):
         run(machine, todo, random.Random(0), queues=False, halts={3: 0})
     assert machine.channels[1, 3].moved == 0 and machine.channels[0, 2].moved == 1
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("pair", PAIRS, ids=" across ".join)
+def test_queued_calls_give_their_result_or_nan_when_a_rank_stops(
+    pair: tuple[str, str], seed: int, recorded: list[Task]
+) -> None:
+    """A rank stops anywhere. The others abort their messages one after the other; each element is right or NaN."""
+    order = random.Random(f"{pair} {seed}")
+    problem = distgemm.GemmProblem(24, 24, 48, dtype="float32")
+    names = dict(zip(("across", "inside"), pair, strict=True))
+    options = {"mesh": (2, 2), "ranks_per_host": 2, "sync": "barrier", **names}
+    plan = distgemm.make_plan(problem, "tensor_parallel_2d_nested", **options)
+    machine, silent = machine_of([plan]), order.randrange(4)
+    data = [Data(plan, 10 * seed + replay) for replay in range(6)]
+    todo: list[list[Any]] = [[] for _ in range(4)]
+    for rank in range(4):
+        one = Emulated(plan, rank, machine.workspaces[rank])
+        for replay, drawn in enumerate(data[: 6 - order.randrange(3) * (rank != silent)]):
+            drawn.calls[rank].shards.pop("gathered", None)
+            todo[rank].append((one, one.tasks(drawn.calls[rank], recorded, replay % 2)))
+    freeing = Freeing(machine, todo, silent)
+    actions = len(todo[silent][0][0].actions) + 1
+    run(machine, todo, order, False, halts={silent: order.randrange(1, 2 * actions)}, stuck=freeing.step)
+    lost = 0
+    for replay, drawn in enumerate(data):
+        for rank in set(range(4)) - {silent}:
+            if replay < len(todo[rank]):
+                found, wanted = drawn.calls[rank].out.double(), drawn.wanted[rank]
+                assert (found.isnan() | (found == wanted)).all(), (replay, rank)
+                lost += int(found.isnan().any())
+    assert lost and machine.aborted == set(range(4)) - {silent}
 
 
 def test_flags_of_a_host(recorded: list[Task]) -> None:

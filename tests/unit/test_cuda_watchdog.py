@@ -298,6 +298,9 @@ class Freeing:
             if self.finished.get(rank) != done:
                 self.finished[rank] = done
                 self.poison(rank)  # each its own, and one that of the silent rank
+            if rank not in {*self.machine.aborted, self.silent} and self.machine.workspaces[rank].across is not None:
+                self.machine.abort(rank)
+                return True
         self.written = []
         for rank, replays in enumerate(self.ranks):
             if rank in done:

@@ -36,7 +36,7 @@ CONFIGS: dict[Pattern, tuple[str, ...]] = {
     "gemm+a2a": ("256x192x64_1x2_cooperative", LARGE, "128x192x64_2x1_cooperative", *REDUCING[1:]),
 }
 """Those that are worth a try, from large products to small ones. The last one is for shards of 64 rows."""
-FEW_ROWS = 64
+SHORT_M = 64
 """Rows of a shard, up to which a reduction has tiles of 64 rows, and clusters of one row of them."""
 SHORT_K = 2048
 """Elements of k, below which a reduction has tiles of 128x128."""
@@ -64,7 +64,7 @@ def select_config(pattern: Pattern, shards: int, m: int, n: int, k: int) -> str:
         k: columns of A on a rank.
     """
     if pattern in {"gemm+rs", "gemm+ar"}:
-        if m <= FEW_ROWS:
+        if m <= SHORT_M:
             return REDUCING[-1]
         return LARGE if k >= SHORT_K else SMALL
 
