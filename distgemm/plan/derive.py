@@ -65,8 +65,7 @@ def make_plan(
             "pull": the rank that holds a tile copies it into a slot of its own, and the rank that needs it copies it
             from there. "store": as "push", but GEMMs write partial sums for other ranks directly into their slots.
         send_slots: with "push", the number of slots for partial sums that a rank has computed and not yet sent, >= 1.
-            A GEMM waits for a copy if no slot is free. The fused kernel (``execution="single_kernel"``) cannot wait for
-            a copy, so it needs as many send slots as there are chunks.
+            A GEMM waits for a copy if no slot is free.
         ranks_per_host: number of ranks that share memory and follow one another; it divides ``world_size``. The other
             ranks are on other hosts, to which ranks send messages instead of writing their memory. It takes the
             mechanism "push". None: all ranks share memory.

@@ -129,7 +129,7 @@ def test_both_groups_of_a_mesh_run_at_once() -> None:
         ("out_features", "out_features=100 is split as [50, 50] over 2 ranks, so b has 50 on rank "),
         ("in_features", "in_features=100 is split as [50, 50] over 2 ranks"),
         ("chunks twice", "schedule='ag+gemm chunks=2' and chunks=2 both set the number of chunks: give one of them"),
-        ("of GPUs", "provider, config, gemm_streams, execution, wait_by, merge_copies, transport are options for GPUs"),
+        ("of GPUs", "provider, config, gemm_streams, execution, wait_by, merge_copies are options for GPUs"),
         ("chunks of nothing", "the unfused program has no chunks, got 2"),
         ("options of nothing", "the unfused program has a collective and no stagger"),
         ("no name", "a configuration is a schedule's name and options"),

@@ -623,14 +623,14 @@ def test_what_tma_cannot_read_is_copied_if_that_is_allowed(
         call = (given["a"], given["b"], given["c"])
         with pytest.raises(ValueError, match=r"multiple of 16 bytes|contiguous"):
             Pretended(pattern, monkeypatch).exe(*call, beta=1.0, bias=given["bias"])
-        there = Pretended(pattern, monkeypatch, fallback=True)
+        there = Pretended(pattern, monkeypatch, copies=True)
         caplog.clear()
         for _ in range(2):
             assert there.exe(*call, beta=1.0, bias=given["bias"]).shape == d.shape
         assert len(there.launched) == 2 and len(caplog.records) == 1 and message in caplog.text
         assert all(traits == there.exe.gemm.traits for traits, _, _ in there.launched)  # all copies have rows
         assert Params.from_buffer_copy(there.launched[-1][1]).shard % 16 == 0
-    there = Pretended(pattern, monkeypatch, fallback=True)
+    there = Pretended(pattern, monkeypatch, copies=True)
     caplog.clear()
     there.exe(a, b, torch.zeros_like(d), beta=1.0, bias=bias[: d.shape[1] // 2].repeat(2))
     assert Params.from_buffer_copy(there.launched[-1][1]).shard == a.data_ptr() and not caplog.records
@@ -689,10 +689,10 @@ def test_all_ranks_learn_of_a_plan_that_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 def test_options_that_do_not_go_together() -> None:
-    for given in ({"wait_by": "kernel"}, {"merge_copies": True}, {"transport": "sm"}, {"provider": "cublas"}):
-        with pytest.raises(ValueError, match=r"per_tile|single_kernel"):
+    for given in ({"wait_by": "kernel"}, {"merge_copies": True}, {"provider": "cublas"}):
+        with pytest.raises(ValueError, match="execution='per_tile'"):
             ExecutionConfig(execution="per_tile", **given)  # type: ignore[arg-type]
-    assert EXECUTION.provider == "cutlass" and not EXECUTION.single_kernel
+    assert EXECUTION.provider == "cutlass"
 
 
 # --- the watchdog ---------------------------------------------------------------------------------------

@@ -473,6 +473,7 @@ class Kernel {
       Clock const clock = ticket.clock;
       Tile const tile = tile_(ticket);
       bool const inside = int32_t(tile.row * kTileM) < params_.m;  // of A
+      uint32_t const of_tile = rank_at_(tile.distance);
       uint32_t const slices = params_.slices * (kFromHolders ? spaces_.ranks : 1);
       uint32_t arrived = 0, first_slice = 0;  // slices from the first on that have arrived, as bits
       // The next ticket arrives while the last slices are loaded.
@@ -484,7 +485,7 @@ class Kernel {
         Slice const from = slice_(tile, slice);
         bool const receives = kGathers && from.distance;
         CUtensorMap const& map_a = receives ? params_.received[clock.buffer()] : params_.a;
-        uint32_t const of_shard = rank_at_(from.distance);
+        uint32_t const of_shard = kFromHolders ? rank_at_(from.distance) : of_tile;
         bool const of_all = kFromHolders || (kReduces && !kOneShot && !by_columns_());  // this rank has A of all shards
         uint32_t const matrix_a = receives ? from.distance - 1 : of_all ? of_shard : 0;
         uint32_t const matrix_b = kToOwners || kFromHolders || by_columns_() ? of_shard : 0;

@@ -70,11 +70,11 @@ class PerTileExecutable(GpuExecutable):
         *,
         timeout: float | None = None,
         on_timeout: OnTimeout = "raise",
-        fallback: bool = False,
+        copies: bool = False,
         turned_b: bool = False,
     ) -> None:
         super().__init__(plan, group, device, execution, timeout, on_timeout)
-        self._copies, self._has_warned = fallback, False
+        self._copies, self._has_warned = copies, False
         problem: Exception | None = None
         try:
             self.gemm = gemm_of(plan, execution.config, turned_b=turned_b)
