@@ -54,6 +54,8 @@ TILES: Mapping[tuple[int, int], TileCosts] = MappingProxyType(
 """Fitted, but for these. 64x256: of the first kernels (``per_tile_2xh100.json``). Not measured in per-tile kernels:
 64x64 is a guess; 128x224 lies between its neighbours; 128x160 and tiles of 256 rows are to 128x192 and 128x256 as
 CUTLASS's kernels with these tiles on an H200 (:data:`distgemm.gemm.tiles.TILES`)."""
+ROWS_AT_A_TIME = 16
+"""Rows of a warp in a partial sum."""
 MEMORY_SHARE = 0.77
 """Of the machine's rate of memory, what operands reach that several waves of tiles read. Fitted."""
 
@@ -131,8 +133,20 @@ def predict_per_tile(gemm: RankGemm, costs: Costs, *, arrived: bool = False) -> 
     moved = 0 if gathers and arrived else gemm.slot_bytes
     if gemm.traits.one_shot:
         moved -= gemm.slot_bytes // gemm.ranks  # its own sums do not leave
-    link = costs.start + moved / (1e3 * (costs.send_gb_per_s if gathers else costs.store_gb_per_s))
+    rate = costs.send_gb_per_s if gathers else costs.store_gb_per_s
+    link = costs.start + moved * _stored_share(gemm) / (1e3 * rate)
     return TileTimes(_Replay(gemm, costs, arrived).run(), _Replay(gemm, at_once, arrived).run(), link)
+
+
+def _stored_share(gemm: RankGemm) -> float:
+    """The share of tiles that is stored at peers: 16 rows at a time of those that exist.
+
+    It is 1 if shards are rows: when these kernels were measured, they stored whole tiles.
+    """
+    if not (gemm.traits.one_shot or gemm.by_columns):
+        return 1.0
+    rows = gemm.order.blocks * gemm.traits.cluster[0] * gemm.traits.tile[0]
+    return min(1.0, -(-gemm.m // ROWS_AT_A_TIME) * ROWS_AT_A_TIME / rows)
 
 
 class _Replay:
@@ -153,7 +167,8 @@ class _Replay:
         flop = 2.0 * (1 if traits.one_shot else gemm.ranks) * gemm.m * gemm.n * gemm.k
         self.least_us = costs.start + flop / (rate.power * self.tile.power * 1e6)
         self.subtiles = traits.part_bytes // SUBTILE_BYTES
-        self.store_us = size * traits.parts * traits.part_bytes / (costs.store_gb_per_s * 1e3)
+        stored = size * traits.parts * traits.part_bytes * _stored_share(gemm)
+        self.store_us = stored / (costs.store_gb_per_s * 1e3)
         self.kept = min(1.0, traits.epilogue_stages / self.subtiles)  # share of a tile that fits into the stages
         self.latency = costs.stored + costs.flag
 
