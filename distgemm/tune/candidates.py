@@ -15,7 +15,7 @@ from distgemm.gemm import GemmSpec, MatrixSpec, default_provider
 from distgemm.gemm.cublas import CublasProvider
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.per_tile.model import Costs, predict_per_tile
-from distgemm.gemm.per_tile.select import CONFIGS, ROW_BYTES, SHORT_M, gemm_of
+from distgemm.gemm.per_tile.select import ROW_BYTES, SHORT_M, configs_of, gemm_of
 from distgemm.gemm.spec import Status
 from distgemm.plan.ops import Gemm, View, box_extents
 from distgemm.plan.patterns import does_pattern
@@ -66,7 +66,7 @@ class Candidate:
         schedule: name of a registered schedule.
         options: options of the schedule and of :func:`distgemm.make_plan`, as (name, value) pairs sorted by name.
         execution: "multi_kernel" tries every provider, number of GEMM streams and ``wait_by`` that the plan allows.
-            "per_tile" tries ``CONFIGS`` of gemm/per_tile/select.py.
+            "per_tile" tries ``configs_of`` of gemm/per_tile/select.py.
         min_ranks: the fewest ranks with which it is considered.
     """
 
@@ -169,6 +169,7 @@ def _register_defaults() -> None:
     for pattern, schedule in (per_tile | ALL_TO_ALLS).items():
         register_candidate(pattern, schedule, execution="per_tile", min_ranks=2)
     register_candidate("gemm+ar", BY_COLUMNS, execution="per_tile", min_ranks=2)
+    register_candidate("gemm+ar", ONE_SHOT, execution="per_tile", min_ranks=2)
     register_candidate("gemm+ar", ONE_SHOT, min_ranks=2, chunks=1)
     register_candidate("gemm+ar", ONE_SHOT, min_ranks=2, chunks=2, chunk_mode="n")
 
@@ -308,12 +309,13 @@ def _per_tile(
         return
     costs = Costs(machine)
     for candidate, plan in _plans(problem, pattern, world_size, "per_tile"):
-        for name in CONFIGS[pattern]:
+        configs = configs_of(plan)
+        for name in configs:
             if not (status := per_tile_status(plan, name)):
                 logger.info("no candidate for %s on %d ranks: %s", pattern, world_size, status.reason)
                 continue
             gemm = gemm_of(plan, name)
-            if name == CONFIGS[pattern][-1] and gemm.m > gemm.traits.tile[0]:
+            if name == configs[-1] and gemm.m > gemm.traits.tile[0] and not gemm.traits.one_shot:
                 continue  # it equals the one before, unless half of that one's clusters would be padding
             if gemm.by_columns and gemm.m >= gemm.ranks * SHORT_M:
                 continue  # shards of rows fill tiles, and B is read as often

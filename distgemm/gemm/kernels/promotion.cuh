@@ -92,6 +92,8 @@ class PromotingMainloop : public Base {
       CUTLASS_PRAGMA_UNROLL
       for (int piece = 0; piece < kPieces; ++piece) {
         int const m = piece % kDown, n = piece / kDown;
+        // It is there. But without the branch, ptxas would let a group wait for its turn before it adds the last product.
+        if (piece) pipeline.consumer_wait(state);
         wait_for_turn_(group);
         warpgroup_fence_operand(product);
         warpgroup_arrive();
