@@ -131,7 +131,7 @@ def test_both_groups_of_a_mesh_run_at_once() -> None:
         ("chunks twice", "schedule='ag+gemm chunks=2' and chunks=2 both set the number of chunks: give one of them"),
         ("of GPUs", "provider, config, gemm_streams, execution, wait_by, merge_copies are options for GPUs"),
         ("chunks of nothing", "the unfused program has no chunks, got 2"),
-        ("options of nothing", "the unfused program has a collective and no stagger"),
+        ("options of nothing", "the unfused program has a collective and no final_add"),
         ("no name", "a configuration is a schedule's name and options"),
         ("no option", "chunk"),
         ("schedule", "is no schedule for ag+gemm; schedule='auto', or one of all_gather_1d_bidirectional_full_a"),

@@ -129,7 +129,7 @@ def test_arguments_of_a_docstring_become_a_list(tables: ModuleType, monkeypatch:
         Args:
             chunks: how many
                 there are.
-            stagger: by how many.
+            depth: by how many.
 
         Raises:
             ValueError: if not.
@@ -137,7 +137,7 @@ def test_arguments_of_a_docstring_become_a_list(tables: ModuleType, monkeypatch:
 
     monkeypatch.setattr(tables.schedules.one_d, "all_gather_1d_ring_a", build)
     assert tables.schedules.docstring("all_gather_1d_ring_a") == (
-        "First line, 2 · N.\n\nMore of it.\n\n- `chunks`: how many there are.\n- `stagger`: by how many."
+        "First line, 2 · N.\n\nMore of it.\n\n- `chunks`: how many there are.\n- `depth`: by how many."
     )
 
 
