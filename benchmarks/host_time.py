@@ -49,12 +49,6 @@ CASES: list[tuple[str, tuple[int, int, int], dict[str, Any]]] = [
     (CHAIN, (2048, 8192, 1024), {"chunks": 2, "gemm_streams": 1, "wait_by": "kernel"}),
     (PAIRWISE, (2048, 8192, 1024), {"gemm_streams": 1}),
     (PAIRWISE, (2048, 8192, 1024), {"gemm_streams": 1, "mechanism": "store"}),
-    (GATHER, (2048, 1280, 8192), {"execution": "single_kernel", "config": "128x128x64_2x1_pingpong"}),
-    (
-        CHAIN,
-        (2048, 8192, 1024),
-        {"execution": "single_kernel", "mechanism": "store", "config": "128x128x64_2x1_pingpong"},
-    ),
 ]
 """Schedule, extents (n of a gather, k of a reduction for each rank), options."""
 SLEEP_CYCLES = 40_000_000
@@ -63,8 +57,7 @@ TOKENS = (2048, 8192)
 TP = 8
 """Number of ranks that share a layer."""
 LAYER_COUNTS = (1, 33, 80, 126, 256)
-LAYER_CASES = (CASES[0], CASES[3], CASES[8])
-"""Cases that also run where ranks share a GPU: no fused kernel waits for a copy engine."""
+LAYER_CASES = (CASES[0], CASES[3])
 HOST_LIMIT_US, HOST_LIMIT_SHARE = 20.0, 0.05
 """What a replay may cost the host: so many us, or this share of what it takes the GPU."""
 

@@ -20,7 +20,6 @@ from distgemm.runtime.executable import (
     ExecutionConfig,
     ExecutionMode,
     OnTimeout,
-    Transport,
     WaitBy,
 )
 from distgemm.runtime.torch_arguments import read_device
@@ -43,7 +42,6 @@ def compile(
     execution: ExecutionMode = "multi_kernel",
     wait_by: WaitBy = "memory_op",
     merge_copies: bool = False,
-    transport: Transport = "copy_engine",
     timeout: float | None = None,
     on_timeout: OnTimeout = "raise",
     pattern: Pattern | None = None,
@@ -53,7 +51,7 @@ def compile(
     """This rank's executable for a plan, or for a problem under a schedule.
 
     This is a collective call. All ranks of the group make it, and all ranks make and call their executables in the same
-    order. The arguments ``provider`` to ``transport`` are the fields of
+    order. The arguments ``provider`` to ``merge_copies`` are the fields of
     :class:`distgemm.runtime.executable.ExecutionConfig`. That class documents their meaning and their combinations.
 
     Args:
@@ -63,20 +61,15 @@ def compile(
         group: the ranks that take part, a process group with NCCL. None: all ranks. A DeviceMesh ("host", "rank"), as
             :func:`distgemm.runtime.launch.mesh_from_env` makes it, says how many of the ranks share memory.
         device: this rank's GPU. None: the current device. With "auto" also the CPU, where the unfused program runs.
-        provider: provider of the GEMMs, "cutlass" or "cublas". None: "cutlass" on Hopper, with "single_kernel" and
+        provider: provider of the GEMMs, "cutlass" or "cublas". None: "cutlass" on Hopper, with "per_tile" and
             with a ``config``, otherwise "cublas".
         config: name of the provider's tile configuration for all GEMMs. None: the shape decides.
         gemm_streams: number of streams on which the GEMMs of a rank alternate, 1 or 2.
-        execution: "multi_kernel": a kernel for each GEMM. "single_kernel": the fused kernel for all GEMMs of a rank.
-            The fused kernel needs chunks of equal size. It executes plans that gather with push, and chains and
-            pairwise sums with ``final_add="epilogue"``, either with ``mechanism="store"`` or with enough
-            ``send_slots`` for all partial sums. "per_tile": one kernel that also moves all data, tile by tile, for
-            equal shards on one axis, 16-bit operands and ``chunks=1``; docs/per_tile.md says what else it needs.
+        execution: "multi_kernel": a kernel for each GEMM. "per_tile": one kernel for all work of a rank, tile by tile,
+            for equal shards on one axis, 16-bit operands and ``chunks=1``; docs/per_tile.md says what else it needs.
         wait_by: with "multi_kernel", who waits for other ranks: a "memory_op" of the stream, or a "kernel", which sees
             a flag some microseconds earlier.
-        merge_copies: True: copy neighbouring chunks as one, and with "multi_kernel" also multiply them as one.
-        transport: who copies data to peers. With "single_kernel" and "sm" the fused kernel copies the shards of plans
-            that gather with push, and the results of all-reduces with ``mechanism="store"``.
+        merge_copies: True: with "multi_kernel", copy neighbouring chunks as one, and multiply them as one.
         timeout: seconds without progress after which a replay that has begun counts as stuck; None: the timeout of the
             group. A replay that waits for a process which has ended counts as stuck after 3 s.
         on_timeout: "raise": ReplayTimeoutError in the calling thread. "abort": end the process with a log entry.
@@ -115,7 +108,7 @@ def compile(
         device = read_device("device", device, ("cuda", "cpu") if schedule == "auto" else ("cuda",))
     ranks_of_all, hosts = group_of_hosts(group)
     whole = resolve_group(ranks_of_all)
-    given = ExecutionConfig(provider, config, gemm_streams, execution, wait_by, merge_copies, transport)
+    given = ExecutionConfig(provider, config, gemm_streams, execution, wait_by, merge_copies)
     if schedule == "auto" or pattern is not None or tune is not None:
         if hosts is not None:
             raise ValueError("schedule='auto' selects for the ranks of one host so far; name a schedule across hosts")

@@ -37,7 +37,7 @@ def _on_every_rank(name: str, scatter: DistributedTileScheduler) -> DistributedT
 
 @register_schedule(default_for_pattern="gemm+ar")
 def all_reduce_1d_tiling_a_rotating_c(
-    mesh: Mesh, *, chunks: int = 1, final_add: AddPlace = "epilogue", stagger: int = 0
+    mesh: Mesh, *, chunks: int = 1, final_add: AddPlace = "epilogue"
 ) -> DistributedTileScheduler:
     """m = r - 1 - i, k = r. Partial sums move around the ring, and finished tiles from their reducer to all ranks.
 
@@ -45,15 +45,14 @@ def all_reduce_1d_tiling_a_rotating_c(
         mesh: (N,), the number of ranks.
         chunks: number of chunks of each 1/N of the rows of D, >= 1.
         final_add: as in ``reduce_scatter_1d_tiling_a_rotating_c``.
-        stagger: as in ``reduce_scatter_1d_tiling_a_rotating_c``.
     """
-    scatter = reduce_scatter_1d_tiling_a_rotating_c(mesh, chunks=chunks, final_add=final_add, stagger=stagger)
+    scatter = reduce_scatter_1d_tiling_a_rotating_c(mesh, chunks=chunks, final_add=final_add)
     return _on_every_rank("all_reduce_1d_tiling_a_rotating_c", scatter)
 
 
 @register_schedule()
 def all_reduce_1d_tiling_b_rotating_c(
-    mesh: Mesh, *, chunks: int = 1, final_add: AddPlace = "epilogue", stagger: int = 0
+    mesh: Mesh, *, chunks: int = 1, final_add: AddPlace = "epilogue"
 ) -> DistributedTileScheduler:
     """n = r - 1 - i, k = r. As tiling A, but with tiles of D along N.
 
@@ -61,15 +60,14 @@ def all_reduce_1d_tiling_b_rotating_c(
         mesh: (N,), the number of ranks.
         chunks: number of chunks of each 1/N of the columns of D, >= 1.
         final_add: as in ``reduce_scatter_1d_tiling_a_rotating_c``.
-        stagger: as in ``reduce_scatter_1d_tiling_a_rotating_c``.
     """
-    scatter = reduce_scatter_1d_tiling_b_rotating_c(mesh, chunks=chunks, final_add=final_add, stagger=stagger)
+    scatter = reduce_scatter_1d_tiling_b_rotating_c(mesh, chunks=chunks, final_add=final_add)
     return _on_every_rank("all_reduce_1d_tiling_b_rotating_c", scatter)
 
 
 @register_schedule()
 def all_reduce_1d_pairwise_a(
-    mesh: Mesh, *, chunks: int = 1, final_add: AddPlace = "kernel", stagger: int = 0, chunk_mode: ChunkMode = "m"
+    mesh: Mesh, *, chunks: int = 1, final_add: AddPlace = "kernel", chunk_mode: ChunkMode = "m"
 ) -> DistributedTileScheduler:
     """m = r + 1 + j, k = r. Each partial sum goes directly to the tile's reducer, and the result to all ranks.
 
@@ -77,12 +75,9 @@ def all_reduce_1d_pairwise_a(
         mesh: (N,), the number of ranks.
         chunks: number of chunks of each 1/N of the rows of D, >= 1.
         final_add: as in ``reduce_scatter_1d_pairwise_a``.
-        stagger: as in ``reduce_scatter_1d_pairwise_a``.
         chunk_mode: as in ``reduce_scatter_1d_pairwise_a``.
     """
-    scatter = reduce_scatter_1d_pairwise_a(
-        mesh, chunks=chunks, final_add=final_add, stagger=stagger, chunk_mode=chunk_mode
-    )
+    scatter = reduce_scatter_1d_pairwise_a(mesh, chunks=chunks, final_add=final_add, chunk_mode=chunk_mode)
     return _on_every_rank("all_reduce_1d_pairwise_a", scatter)
 
 

@@ -9,8 +9,6 @@ the second. With ``chunks=c`` a shard is c tiles along the mode of the shards th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Literal, get_args
 
 from distgemm.arguments import member
@@ -75,31 +73,6 @@ def partner(name: str, ranks: int, own_last: bool = False) -> Axis:
 def _chunk_order(shards: list[int], chunks: int) -> list[int]:
     """The order of iterations of shape (chunks, N) that takes the shards one after the other, as given."""
     return [shard * chunks + chunk for shard in shards for chunk in range(chunks)]
-
-
-def _staggered(name: str, work: TVLayout, stagger: int) -> TVLayout:
-    """Work in which each shard starts ``stagger`` chunks after the shard before it.
-
-    If two chunks get the same place, the chunk of the shard that starts later comes first. The shape of the iterations
-    is (chunks, N). With ``stagger`` 0 the work does not change.
-    """
-    if not stagger:
-        return work
-    _check_stagger(name, stagger, work.values[0])
-    return _in_order(work, lambda shard, chunk: (chunk + stagger * shard, chunk))
-
-
-def _check_stagger(name: str, stagger: int, chunks: int) -> None:
-    if stagger > chunks:
-        raise ValueError(f"{name}: stagger is an integer from 0 to the number of chunks, {chunks}, got {stagger}")
-
-
-def _in_order(work: TVLayout, key: Callable[[int, int], tuple[int, int]]) -> TVLayout:
-    """Work sorted by ``key(shard, chunk)``. The shape of the iterations is (chunks, N)."""
-    chunks, shards = work.values
-    pairs = [(shard, chunk) for shard in range(shards) for chunk in range(chunks)]
-    pairs.sort(key=lambda pair: key(*pair))
-    return work.reorder([shard * chunks + chunk for shard, chunk in pairs])
 
 
 # --- all-gather + GEMM: A is sharded along M, B and D along N -----------------------------------------
@@ -291,7 +264,7 @@ def _scatter_m(
 
 @register_schedule(aliases=("ReduceScatter1D_TilingA_RotatingC",), default_for_pattern="gemm+rs")
 def reduce_scatter_1d_tiling_a_rotating_c(
-    mesh: Mesh, *, chunks: int = 1, final_add: AddPlace = "epilogue", stagger: int = 0
+    mesh: Mesh, *, chunks: int = 1, final_add: AddPlace = "epilogue"
 ) -> DistributedTileScheduler:
     """m = r - 1 - i, k = r. Partial sums of D move around the ring from r to r + 1, and each rank adds its part
     (CUTLASS ReduceScatter1D_TilingA_RotatingC).
@@ -302,20 +275,16 @@ def reduce_scatter_1d_tiling_a_rotating_c(
         final_add: where the owner of a tile adds the partial sum that it receives. "epilogue": in its own GEMM, which
             waits for the partial sum. "kernel": in a kernel after its own GEMM. That GEMM does not wait, so the replay
             ends sooner, but causes more memory traffic.
-        stagger: number of chunks by which each shard starts after the shard before it, 1 to ``chunks``. Chunks of a
-            rank's own shard, which the rank does not send, are then computed between others. So the links are busy
-            until shortly before the end. 0: shard by shard, the rank's own shard last.
     """
     (ranks,) = mesh
     name = "reduce_scatter_1d_tiling_a_rotating_c"
     work = _rotate(ranks, chunks, direction=-1, offset=-1)
-    schedule = _scatter_m(name, mesh, chunks, (chunks, ranks), work, Chain(final_add=final_add))
-    return replace(schedule, work=_staggered(name, schedule.work, stagger))
+    return _scatter_m(name, mesh, chunks, (chunks, ranks), work, Chain(final_add=final_add))
 
 
 @register_schedule()
 def reduce_scatter_1d_pairwise_a(
-    mesh: Mesh, *, chunks: int = 1, final_add: AddPlace = "kernel", stagger: int = 0, chunk_mode: ChunkMode = "m"
+    mesh: Mesh, *, chunks: int = 1, final_add: AddPlace = "kernel", chunk_mode: ChunkMode = "m"
 ) -> DistributedTileScheduler:
     """m = r + 1 + j, k = r for j = 0..N-1. Each partial sum goes directly to the owner, which adds all N at once.
 
@@ -327,8 +296,6 @@ def reduce_scatter_1d_pairwise_a(
         final_add: where an owner adds the partial sums. "kernel": in a separate kernel, with i = chunk * N + j.
             "epilogue": in the epilogue of its own GEMM, with i = j * chunks + chunk. That GEMM waits for the partial
             sums of all other ranks, so the rank's own shard comes after all others.
-        stagger: with final_add="epilogue", 1 to ``chunks``: the order is chunk by chunk, and chunk c of the rank's own
-            shard comes just before chunk c + stagger of the others. 0: shard by shard, the rank's own shard last.
         chunk_mode: "m": a chunk is some rows of a shard of D, multiplied by all of B. "n": a chunk is some columns of
             all rows of a shard, multiplied by a part of B. Select "n" if a shard has so few rows that chunks of rows
             would be smaller than the tiles of the kernel.
@@ -337,29 +304,15 @@ def reduce_scatter_1d_pairwise_a(
     name = "reduce_scatter_1d_pairwise_a"
     route = Pairwise(final_add=final_add)
     if final_add == "epilogue":
-        _check_stagger(name, stagger, chunks)
         work = _rotate(ranks, chunks, offset=1)
-        schedule = _scatter_m(name, mesh, chunks, (chunks, ranks), work, route, chunk_mode)
-        if not stagger:
-            return schedule
-        own = ranks - 1
-
-        def place(shard: int, chunk: int) -> tuple[int, int]:
-            return ((chunk + stagger) * own, 0) if shard == own else (chunk * own + shard, 1)
-
-        return replace(schedule, work=_in_order(schedule.work, place))
-    if stagger:
-        raise ValueError(
-            f"{name}: stagger goes with final_add='epilogue', where an owner adds chunk by chunk, and is the "
-            f"integer 0 otherwise; got stagger {stagger} and {final_add!r}"
-        )
+        return _scatter_m(name, mesh, chunks, (chunks, ranks), work, route, chunk_mode)
     slices = Axis(ranks, rank=1, value=(1, 0), maps=(Offset(1), Modulo(ranks)))
     return _scatter_m(name, mesh, chunks, (ranks, chunks), (Axis(chunks, value=(0, 1)), slices), route, chunk_mode)
 
 
 @register_schedule(aliases=("ReduceScatter1D_TilingB_RotatingC",))
 def reduce_scatter_1d_tiling_b_rotating_c(
-    mesh: Mesh, *, chunks: int = 1, final_add: AddPlace = "epilogue", stagger: int = 0
+    mesh: Mesh, *, chunks: int = 1, final_add: AddPlace = "epilogue"
 ) -> DistributedTileScheduler:
     """n = r - 1 - i, k = r. As tiling A, but D is sharded along N (CUTLASS ReduceScatter1D_TilingB_RotatingC).
 
@@ -367,7 +320,6 @@ def reduce_scatter_1d_tiling_b_rotating_c(
         mesh: (N,), the number of ranks.
         chunks: number of chunks of each shard of D, >= 1.
         final_add: as in ``reduce_scatter_1d_tiling_a_rotating_c``.
-        stagger: as in ``reduce_scatter_1d_tiling_a_rotating_c``.
     """
     (ranks,) = mesh
     name = "reduce_scatter_1d_tiling_b_rotating_c"
@@ -377,7 +329,7 @@ def reduce_scatter_1d_tiling_b_rotating_c(
         d=TVLayout(mesh, (chunks,), (WHOLE, _own_chunks(ranks, chunks), WHOLE)),
     )
     work_n = _rotate(ranks, chunks, direction=-1, offset=-1)
-    work = _staggered(name, TVLayout(mesh, (chunks, ranks), (WHOLE, work_n, _own(ranks), WHOLE)), stagger)
+    work = TVLayout(mesh, (chunks, ranks), (WHOLE, work_n, _own(ranks), WHOLE))
     return DistributedTileScheduler(
         name, partition, work, Route(d=Chain(final_add=final_add)), TileCoord(1, chunks, 1, 1)
     )

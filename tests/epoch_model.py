@@ -39,9 +39,9 @@ class Replay:
     buffer: int | None = None
 
 
-def everyone(ranks: int, slots: Sequence[int] = (0,)) -> Replay:
-    """Each rank sends to each other."""
-    pairs = ((a, b) for a in range(ranks) for b in range(ranks) if a != b)
+def everyone(ranks: int, slots: Sequence[int] = (0,), itself: bool = False) -> Replay:
+    """Each rank sends to each other one, and to itself if it is one-shot."""
+    pairs = ((a, b) for a in range(ranks) for b in range(ranks) if itself or a != b)
     return Replay(frozenset(Send(*pair, slot) for pair in pairs for slot in slots))
 
 

@@ -34,7 +34,7 @@ def of_each_execution(case: Case, count: int) -> Job:
         execution = config.execution
         if sum(each.execution.execution == execution.execution for each in found.values()) < count:
             key = config.schedule, config.options, execution.execution, execution.provider, execution.config
-            found.setdefault((*key, execution.transport), config)
+            found.setdefault(key, config)
     devices = dict.fromkeys([gpu_name(), *CACHE.shipped_devices()])
     recorded = [look_up(case.problem, case.pattern, case.ranks, device, inf) for device in devices]
     plans = [config for config in recorded if config is not None and config.method == "plan"]

@@ -84,7 +84,7 @@ def bench_command(
             "--executions",
             metavar="N",
             parser=number(1),
-            help="Instead of the schedules: of each execution (multi_kernel, single_kernel, per_tile) the N "
+            help="Instead of the schedules: of each execution (multi_kernel, per_tile) the N "
             "configurations that are predicted to be the fastest, and recorded ones.",
             show_default=False,
         ),

@@ -2,8 +2,8 @@
 
 ``spec``, ``provider``, ``registry``: what a GEMM is, and who offers kernels for it. ``cutlass``, ``cublas``: the two
 providers. ``tiles``, ``select``, ``cache``: the configurations, and which one a shape gets. ``nvcc``, ``libraries``:
-compiled kernels on disk and in this process. ``fused``: several GEMMs by one persistent kernel. ``sums``, ``flags``:
-kernels and operations that come with GEMMs of several ranks.
+compiled kernels on disk and in this process. ``per_tile``: all work of a rank by one persistent kernel. ``sums``,
+``flags``: kernels and operations that come with GEMMs of several ranks.
 """
 
 from __future__ import annotations

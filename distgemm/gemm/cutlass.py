@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,15 +49,11 @@ __all__ = [
     "CutlassKernel",
     "CutlassLaunch",
     "CutlassProvider",
-    "KernelKind",
     "arguments_of",
     "as_matrix",
     "kernel_source",
     "sm_count",
 ]
-
-KernelKind = Literal["one_gemm", "gather", "reduce", "reduce_send"]
-"""``"one_gemm"``: one GEMM, or batches of it. The others compute several GEMMs; :mod:`distgemm.gemm.fused` has them."""
 
 ELEMENTS = {
     "bfloat16": "cutlass::bfloat16_t",
@@ -74,19 +70,7 @@ SCHEDULE_MACROS: dict[KernelSchedule, str] = {
     "plain": "DG_PLAIN",
 }
 EPILOGUE_MACROS: dict[Epilogue, str] = {"tma": "DG_TMA", "direct": "DG_DIRECT"}
-KIND_MACROS: dict[KernelKind, str] = {
-    "one_gemm": "DG_ONE_GEMM",
-    "gather": "DG_GATHER",
-    "reduce": "DG_REDUCE",
-    "reduce_send": "DG_REDUCE_SEND",
-}
-GEMM_HEADERS = ("epilogue.cuh", "gemm_facts.cuh", "facts.cuh", "promotion.cuh")
-KIND_HEADERS: dict[KernelKind, tuple[str, ...]] = {
-    "one_gemm": GEMM_HEADERS,
-    "gather": (*GEMM_HEADERS, "fused.cuh", "flags.cuh"),
-    "reduce": (*GEMM_HEADERS, "fused.cuh", "fused_reduce.cuh", "flags.cuh"),
-    "reduce_send": (*GEMM_HEADERS, "fused.cuh", "fused_reduce.cuh", "flags.cuh"),
-}
+HEADERS = ("epilogue.cuh", "gemm_facts.cuh", "facts.cuh", "promotion.cuh")
 TMA_DEPTH_BYTES = 128
 PLAIN_DEPTH_BYTES = {"float32": 32}
 INT32_MAX = 2**31 - 1
@@ -121,7 +105,7 @@ def _configs(spec: GemmSpec) -> list[GemmConfig]:
     return [*found, _plain(dtype)]
 
 
-def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str, kind: KernelKind = "one_gemm") -> KernelSource:
+def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str) -> KernelSource:
     """The source of the kernel for a spec and a configuration.
 
     It does not depend on extents and orders of tiles, and on strides only if they decide how much one load reads.
@@ -130,7 +114,6 @@ def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str, kind: KernelKin
         spec: what is computed.
         config: how.
         arch: the architecture, as nvcc names it.
-        kind: one GEMM, or a kind of fused kernel.
     """
     source, aux = (spec.partial, spec.c) if spec.partial else (spec.c, None)
     plain, direct = config.kernel_schedule == "plain", config.epilogue == "direct"
@@ -162,15 +145,13 @@ def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str, kind: KernelKin
         "VECTOR_A": vector(spec.a),
         "VECTOR_B": vector(spec.b),
         "SCALE_ROWS_B": spec.block_rows_b,
-        "KIND": KIND_MACROS[kind],
     }
     terms = [spec.a.dtype, "row" if spec.a.row_major else "column", "row" if spec.b.row_major else "column"]
     terms += [f"B {spec.b.dtype}"] if spec.b.dtype != spec.a.dtype else []
     terms += [f"scales of B {spec.scale_b}"] if spec.block_rows_b else []
     name = f"{replace(config, raster='heuristic', swizzle=1, share=1)} ({', '.join(terms)} -> {spec.d.dtype})"
-    name += "" if kind == "one_gemm" else f", fused, {kind}"
     macros = tuple((f"DG_{key}", str(value)) for key, value in values.items())
-    headers = (*KIND_HEADERS[kind], "blockwise.cuh") if spec.block_rows_b else KIND_HEADERS[kind]
+    headers = (*HEADERS, "blockwise.cuh") if spec.block_rows_b else HEADERS
     return KernelSource(name, macros, arch, headers=headers)
 
 
@@ -209,16 +190,11 @@ class CutlassKernel:
             parameter, grid = gemm_parameter(self._layout, self._config, arguments)
             launch = self._cubin.launcher(device, grid, parameter.address)
             bound = BoundKernel(arguments, parameter, launch)
-        return CutlassLaunch(self.name, [tensors], bound)
+        return CutlassLaunch(self.name, tensors, bound)
 
 
 def arguments_of(
-    tensors: GemmTensors,
-    spec: GemmSpec,
-    source: KernelSource,
-    config: GemmConfig,
-    provider: CutlassProvider,
-    kind: KernelKind = "one_gemm",
+    tensors: GemmTensors, spec: GemmSpec, source: KernelSource, config: GemmConfig, provider: CutlassProvider
 ) -> Arguments:
     """The arguments of one GEMM.
 
@@ -228,14 +204,13 @@ def arguments_of(
         source: what the kernel was compiled from.
         config: the kernel's configuration.
         provider: which compiled it.
-        kind: one GEMM, or a kind of fused kernel.
 
     Raises:
         ValueError: for tensors that the kernel was not compiled for.
     """
     check_device(tensors)
     provider.raise_unsupported(spec, config)
-    if kernel_source(spec, config, source.arch, kind).macros != source.macros:
+    if kernel_source(spec, config, source.arch).macros != source.macros:
         raise ValueError(f"kernel {source.name} was compiled for other types, majors or terms than these tensors have")
     c = tensors.c if spec.c is not None else None
     partial, aux = (tensors.partial, c) if spec.partial else (c, None)
@@ -307,10 +282,10 @@ class CutlassLaunch(KernelLaunch):
         name: as given.
     """
 
-    def __init__(self, name: str, tensors: Sequence[GemmTensors], bound: BoundKernel | None) -> None:
+    def __init__(self, name: str, tensors: GemmTensors, bound: BoundKernel | None) -> None:
         self.name, self._bound = name, bound
-        self._tensors: Sequence[GemmTensors] | None = tensors
-        self._device = tensors[0].d.device
+        self._tensors: GemmTensors | None = tensors
+        self._device = tensors.d.device
 
     def __call__(self, stream: int | None = None) -> None:
         if self._bound is None:

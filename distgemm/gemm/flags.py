@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["OPERATIONS", "PHASES", "FlagOps", "MemOp", "fits", "flag_ops"]
+__all__ = ["OPERATIONS", "PHASES", "FlagOps", "MemOp", "flag_ops"]
 
 OPERATIONS, PHASES = 192, 8
 """Operations, and phases of operations, that one kernel performs at most."""
@@ -46,18 +46,13 @@ class FlagOps(ctypes.Structure):
     )
 
 
-def fits(phases: Sequence[Sequence[MemOp]]) -> bool:
-    """Whether one kernel can perform these phases."""
-    return len(phases) <= PHASES and sum(map(len, phases)) <= OPERATIONS
-
-
 def flag_ops(phases: Sequence[Sequence[MemOp]]) -> FlagOps:
     """The struct of these phases. The kernel performs the phases in order, and the operations of a phase at once.
 
     Raises:
         ValueError: if there are too many.
     """
-    if not fits(phases):
+    if len(phases) > PHASES or sum(map(len, phases)) > OPERATIONS:
         raise ValueError(
             f"a kernel performs at most {OPERATIONS} operations in {PHASES} phases, got {sum(map(len, phases))} in "
             f"{len(phases)}"

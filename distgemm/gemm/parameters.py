@@ -27,8 +27,6 @@ __all__ = [
     "TileOrder",
     "gemm_parameter",
     "order_of_tiles",
-    "pointer_in",
-    "put_problem",
 ]
 
 GPC_SMS = 18
@@ -179,8 +177,6 @@ L2_PROMOTION = int(driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_1
 OUTSIDE = int(driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
 """What TMA reads outside of a tensor: zeros."""
 MODES = 3
-SOURCE = "C or the partial sum"
-"""What the source is, in messages."""
 _ELEMENT_STRIDES = (ctypes.c_uint32 * MODES)(1, 1, 1)
 
 
@@ -368,7 +364,9 @@ def gemm_parameter(
     made.copy("epilogue.terms", given.terms)
     if "has_source" in layout:
         if layout.number("has_source"):
-            made.describe("epilogue.source", "source", SOURCE, given.source, (given.m, given.n, given.l))
+            made.describe(
+                "epilogue.source", "source", "C or the partial sum", given.source, (given.m, given.n, given.l)
+            )
         made.describe("epilogue.d", "d", "D", given.d, (given.m, given.n, given.l))
     else:
         made.copy("epilogue.source", given.source)
@@ -376,11 +374,11 @@ def gemm_parameter(
     if config.kernel_schedule == "plain":
         made.put("problem_shape", _packed(given.m, given.n, given.k, given.l, size=4))
         for name, matrix in (("A", given.a), ("B", given.b)):
-            made.copy(f"mainloop.ptr_{name}", pointer_in(matrix, "data"))
+            made.copy(f"mainloop.ptr_{name}", _pointer_in(matrix, "data"))
             made.put(f"mainloop.d{name}", _packed(matrix.stride, matrix.batch_stride, size=8))
         tile_m, tile_n, _ = config.tile
         return made, (-(-given.m // tile_m), -(-given.n // tile_n), given.l)
-    tiles = put_problem(made, config, given)
+    tiles = _put_problem(made, config, given)
     for name, matrix, rows in (("a", given.a, given.m), ("b", given.b, given.n)):
         field, row_major = f"mainloop.tma_load_{name}.tma_desc_", bool(layout.number(f"{name}_row_major"))
         made.describe(field, name, name.upper(), matrix, (rows, given.k, given.l), row_major)
@@ -390,7 +388,7 @@ def gemm_parameter(
     return made, tiles.grid(given.l, given.sm_count)
 
 
-def put_problem(parameter: Parameter, config: GemmConfig, arguments: Arguments) -> TileOrder:
+def _put_problem(parameter: Parameter, config: GemmConfig, arguments: Arguments) -> TileOrder:
     """Set the extents and the order of tiles of a kernel with TMA. Returns the order."""
     given, tiles = arguments, order_of_tiles(config, arguments)
     parameter.put("problem_shape", _packed(given.m, given.n, given.k, given.l, size=4))
@@ -400,7 +398,7 @@ def put_problem(parameter: Parameter, config: GemmConfig, arguments: Arguments) 
     return tiles
 
 
-def pointer_in(struct: ctypes.Structure, field: str) -> ctypes.c_void_p:
+def _pointer_in(struct: ctypes.Structure, field: str) -> ctypes.c_void_p:
     """The place of a pointer in a struct."""
     return ctypes.c_void_p.from_buffer(struct, getattr(type(struct), field).offset)
 

@@ -68,7 +68,7 @@ NEAR_BEST = 1.03
 """A configuration that is there is taken if its predicted time is at most so many times the best one's."""
 
 
-def estimate(spec: GemmSpec, config: GemmConfig, streams: int = 1, sms: int = SMS, count: int = 1) -> float:
+def estimate(spec: GemmSpec, config: GemmConfig, streams: int = 1, sms: int = SMS) -> float:
     """The heuristic's time, in arbitrary units.
 
     Args:
@@ -76,16 +76,15 @@ def estimate(spec: GemmSpec, config: GemmConfig, streams: int = 1, sms: int = SM
         config: how.
         streams: number of streams on which such GEMMs alternate.
         sms: number of SMs.
-        count: number of such GEMMs that one kernel computes without a pause between them.
     """
     rates = BLOCK_RATES if spec.block_rows_a else FP8_RATES if spec.a.dtype in FP8 else RATES
-    return work(spec, config, streams, sms, count) / rates.get(tile_of(config), UNLISTED_RATE)
+    return work(spec, config, streams, sms) / rates.get(tile_of(config), UNLISTED_RATE)
 
 
-def work(spec: GemmSpec, config: GemmConfig, streams: int = 1, sms: int = SMS, count: int = 1) -> float:
+def work(spec: GemmSpec, config: GemmConfig, streams: int = 1, sms: int = SMS) -> float:
     """The heuristic's time with a rate of 1; see :func:`estimate` for the arguments."""
     tile_m, tile_n, _ = config.tile
-    tiles, at_once = count * tiles_of(spec, config), tiles_at_once(config, sms)
+    tiles, at_once = tiles_of(spec, config), tiles_at_once(config, sms)
     waves = -(-tiles // at_once) if streams == 1 else max(tiles / at_once, 0.5)
     return waves * (spec.k + OVERHEADS[config.kernel_schedule]) * tile_m * tile_n
 
@@ -110,9 +109,9 @@ def tiles_at_once(config: GemmConfig, sms: int) -> int:
     return max(1, sms // cluster) * cluster
 
 
-def order(spec: GemmSpec, configs: list[GemmConfig], streams: int = 1, count: int = 1) -> list[GemmConfig]:
+def order(spec: GemmSpec, configs: list[GemmConfig], streams: int = 1) -> list[GemmConfig]:
     """Configurations by the heuristic's time, the fastest first; see :func:`estimate` for the arguments."""
-    return sorted(configs, key=lambda config: estimate(spec, config, streams, count=count))
+    return sorted(configs, key=lambda config: estimate(spec, config, streams))
 
 
 def key_of(spec: GemmSpec, streams: int = 1) -> str:
@@ -155,10 +154,10 @@ def recorded_config(provider: GemmProvider, spec: GemmSpec, streams: int = 1) ->
 # --- what is there is preferred -------------------------------------------------------------------------
 
 
-def near_best(spec: GemmSpec, configs: Sequence[GemmConfig], streams: int = 1, count: int = 1) -> list[GemmConfig]:
+def near_best(spec: GemmSpec, configs: Sequence[GemmConfig], streams: int = 1) -> list[GemmConfig]:
     """The configurations whose time is at most ``NEAR_BEST`` times the first one's; see :func:`estimate`."""
-    limit = NEAR_BEST * estimate(spec, configs[0], streams, count=count)
-    return [config for config in configs if estimate(spec, config, streams, count=count) <= limit]
+    limit = NEAR_BEST * estimate(spec, configs[0], streams)
+    return [config for config in configs if estimate(spec, config, streams) <= limit]
 
 
 def preferred(sources: Sequence[KernelSource]) -> KernelSource:

@@ -18,7 +18,6 @@ __all__ = [
     "GemmSpec",
     "KernelSchedule",
     "MatrixSpec",
-    "Moving",
     "Raster",
     "ScaleMode",
     "Status",
@@ -45,9 +44,6 @@ Raster = Literal["heuristic", "m", "n"]
 
 ScaleMode = Literal["none", "tensor", "row", "1x128", "128x128"]
 """No scale, one number for the tensor, for each row of A or of B, or for each block of so many rows and columns."""
-
-Moving = Literal["a", "b"]
-"""The operand that differs between the GEMMs of one fused kernel."""
 
 KERNEL_SCHEDULES = get_args(KernelSchedule)
 EPILOGUES = get_args(Epilogue)

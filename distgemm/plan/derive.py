@@ -65,8 +65,7 @@ def make_plan(
             "pull": the rank that holds a tile copies it into a slot of its own, and the rank that needs it copies it
             from there. "store": as "push", but GEMMs write partial sums for other ranks directly into their slots.
         send_slots: with "push", the number of slots for partial sums that a rank has computed and not yet sent, >= 1.
-            A GEMM waits for a copy if no slot is free. The fused kernel (``execution="single_kernel"``) cannot wait for
-            a copy, so it needs as many send slots as there are chunks.
+            A GEMM waits for a copy if no slot is free.
         ranks_per_host: number of ranks that share memory and follow one another; it divides ``world_size``. The other
             ranks are on other hosts, to which ranks send messages instead of writing their memory. It takes the
             mechanism "push". None: all ranks share memory.
@@ -128,7 +127,6 @@ class Structure:
         plan: the plan.
         cuts: (m, part, parts) of each part of a tile of A or D that moves by itself.
         shapes: for each rank the shapes of its slots; for "bounded" those of both ways to share slots.
-        alignment: alignment of slots in bytes.
         fixed: views without rows of A and D, as :func:`fixed_views` returns them.
         tiles: what is needed to leave out tiles of M; None if that is not possible.
         restricted: the structures without some tiles of M, by which are kept. They need this structure's memory, too.
@@ -137,7 +135,6 @@ class Structure:
     plan: Plan
     cuts: tuple[tuple[int, int, int], ...]
     shapes: tuple[tuple[list[SlotShape], ...], ...]
-    alignment: int
     fixed: frozenset[int]
     tiles: TilesOfM | None = None
     restricted: BoundedCache[Structure] = field(default_factory=lambda: BoundedCache(_structure_size, CACHE_BYTES))
@@ -161,7 +158,7 @@ class Structure:
         if any(low >= high for low, high in pairwise(in_order)):
             return None
         slots = []
-        sizes, own_sizes = SlotSizes(self.alignment, rows), SlotSizes(self.alignment)
+        sizes, own_sizes = SlotSizes(rows), SlotSizes()
         for ways in self.shapes:
             taken, way = sizes.smallest(ways)
             if len(ways) > 1 and own_sizes.smallest(ways)[1] != way:
@@ -194,13 +191,13 @@ class Structure:
         distinct = {id(shape): shape for of_rank in numbers.shapes for shape in of_rank}  # most slots share a few
         resized = {of_shape: _shape_with_rows(shape, rows) for of_shape, shape in distinct.items()}
         shapes = tuple(([resized[id(shape)] for shape in of_rank],) for of_rank in numbers.shapes)
-        sizes = SlotSizes(self.alignment)
+        sizes = SlotSizes()
         slots = tuple(sizes.lay_out(ways[0]) for ways in shapes)
         ops = RestrictedOps(self.plan.rank_ops, rows, self.fixed, numbers)
         made = self._with(rows, problem=problem, edges=edges, rank_ops=ops, slots=slots)
         vars(made)["sizes"] = self.tiles.sizes(self.plan.rank_ops, numbers.kept)
         vars(made)["whole"] = self.plan, self.tiles.send_slots
-        return Structure(made, (), shapes, self.alignment, self.fixed)
+        return Structure(made, (), shapes, self.fixed)
 
     def _rows_of(self, edges: Edges) -> list[int]:
         """All rows at which a box of A or D may begin or end."""
@@ -258,7 +255,7 @@ def _derive(
         ranks_per_host=ranks_per_host,
     )
     cuts, shapes = tuple(sorted(derivation.cuts)), tuple(derivation.shapes)
-    return Structure(plan, cuts, shapes, derivation.alignment, fixed_views(rank_ops, problem.scaling), tiles)
+    return Structure(plan, cuts, shapes, fixed_views(rank_ops, problem.scaling), tiles)
 
 
 CACHE_BYTES = 256 << 20

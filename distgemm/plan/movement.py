@@ -35,7 +35,7 @@ from distgemm.plan.ops import (
     contains,
     overlaps,
 )
-from distgemm.plan.plan import SLOT_ALIGNMENT, STORED_ALIGNMENT, Mechanism, PlanError, WorkspaceMode, slot_pitch
+from distgemm.plan.plan import SLOT_ALIGNMENT, Mechanism, PlanError, WorkspaceMode, slot_pitch
 from distgemm.plan.problem import DTYPE_BYTES, GemmProblem
 from distgemm.plan.resize import scales_have_rows
 from distgemm.schedulers import MODES, DistributedTileScheduler, GatherRoute, Hop, ReduceRoute, TileCoord
@@ -374,12 +374,11 @@ class SlotSizes:
     """The slots of ranks, one behind the other. A slot is as large as its largest tile.
 
     Args:
-        alignment: of offsets and sizes in bytes.
         rows: another row for each row of the shapes; None: the rows are those of the shapes.
     """
 
-    def __init__(self, alignment: int, rows: Mapping[int, int] | None = None) -> None:
-        self.alignment, self.rows = alignment, rows
+    def __init__(self, rows: Mapping[int, int] | None = None) -> None:
+        self.rows = rows
         # Many slots have one shape, and many ranks have slots of the same sizes.
         self._known: dict[int, tuple[SlotShape, Size]] = {}  # by the id of the shape
         self._slots: dict[tuple[Size, ...], tuple[Slot, ...]] = {}
@@ -405,7 +404,7 @@ class SlotSizes:
         for top, bottom, width in tiles:
             height = bottom - top if rows is None else rows[bottom] - rows[top]
             elements = max(elements, height * width)
-        size = -(-elements * DTYPE_BYTES[dtype] // self.alignment) * self.alignment
+        size = -(-elements * DTYPE_BYTES[dtype] // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         found = self._known[id(shape)] = shape, (size, dtype, elements)
         return found
 
@@ -448,14 +447,13 @@ class Derivation:
         # Places of A and B on each rank, and of the finished tiles of D that other ranks send to it.
         self.landed: dict[str, list[dict[Tile, Place]]] = {operand: [{} for _ in self.ranks] for operand in "ABD"}
         self.results: list[dict[Tile, Place]] = [{} for _ in self.ranks]  # places in each rank's shard of D
-        self.alignment = STORED_ALIGNMENT if mechanism == "store" and len(self.ranks) > 2 else SLOT_ALIGNMENT
         self.scale_shards = (
             {} if problem.scaling is None else {operand: self._scale_shards(operand) for operand in "AB"}
         )
         self.moved_scales: dict[tuple[str, Tile], Box] = {}  # of the tiles whose scales move with them
         self.shapes: list[tuple[list[SlotShape], ...]] = []  # by rank
         self.known_shapes: dict[SlotShape, SlotShape] = {}
-        self.sizes = SlotSizes(self.alignment)
+        self.sizes = SlotSizes()
 
     def run(self) -> None:
         """Compute all events and their steps."""

@@ -37,7 +37,6 @@ __all__ = [
     "LINK_KINDS",
     "ROW_ALIGNMENT",
     "SLOT_ALIGNMENT",
-    "STORED_ALIGNMENT",
     "LinkKind",
     "Mechanism",
     "Plan",
@@ -51,11 +50,6 @@ __all__ = [
 
 SLOT_ALIGNMENT = 256
 """Alignment of the offset and the size of slots in bytes."""
-
-STORED_ALIGNMENT = 1 << 16
-"""Alignment of slots in bytes if GEMMs store into slots of several peers. For TMA these slots are one tensor, in which
-the distance between batches is a multiple of this alignment. TMA takes fewer than 2**31 such multiples, and the
-memories of peers may be 2**47 bytes apart."""
 
 LinkKind = Literal["inside", "across"]
 LINK_KINDS: tuple[LinkKind, ...] = get_args(LinkKind)

@@ -275,19 +275,18 @@ class RotatedSlots(OfRanks[Slot]):
         tenants: for each slot what it holds on rank 0 in turn.
         symmetry: the rotations of ranks and tiles.
         edges: the bounds of the tiles, as :class:`distgemm.Plan` has them.
-        alignment: of offsets and sizes in bytes.
 
     Attributes:
         tenants: as given.
         alike: whether all ranks have the same slots, because all tiles have the same size.
     """
 
-    def __init__(self, tenants: Sequence[Tenants], symmetry: Symmetry, edges: Edges, alignment: int) -> None:
+    def __init__(self, tenants: Sequence[Tenants], symmetry: Symmetry, edges: Edges) -> None:
         super().__init__(symmetry.world_size)
         self.tenants = tenants
         self._symmetry, self._edges = symmetry, dict(zip("mnkl", edges, strict=True))
         self.alike = all(len({high - low for low, high in pairwise(bounds)}) == 1 for bounds in edges)
-        self._sizes = SlotSizes(alignment)
+        self._sizes = SlotSizes()
         self._shapes: dict[SlotShape, SlotShape] = {}
 
     def _make(self, rank: int) -> tuple[Slot, ...]:

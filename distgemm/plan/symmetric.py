@@ -78,11 +78,11 @@ def derive_rotated(
         edges=derivation.edges,
         shards=shards,
         rank_ops=RotatedOps(ops, rotation),
-        slots=RotatedSlots(tenants, derivation.symmetry, derivation.edges, derivation.alignment),
+        slots=RotatedSlots(tenants, derivation.symmetry, derivation.edges),
         ranks_per_host=ranks_per_host,
     )
     vars(plan)["sizes"] = (size_of_rank(ops),) * scheduler.world_size
-    vars(plan)["rotated"] = ops, (derivation.symmetry.axes, derivation.alignment)
+    vars(plan)["rotated"] = ops, derivation.symmetry.axes
     return plan
 
 
@@ -300,7 +300,7 @@ class ClassDerivation(Derivation):
             held[place.slot] = dtype, place.operand, tiles
             tiles.append(self.symmetry.tile(place.operand, place.tile, self.symmetry.inverse[place.rank]))
         self.tenants = [(dtype, operand, tuple(tiles)) for dtype, operand, tiles in held]
-        return (RotatedSlots(self.tenants, self.symmetry, self.edges, self.alignment)[0],)
+        return (RotatedSlots(self.tenants, self.symmetry, self.edges)[0],)
 
     def in_order(self, rank: int) -> list[Place]:
         def first(place: Place) -> tuple[Event, int]:

@@ -19,13 +19,11 @@ __all__ = [
     "ExecutionConfig",
     "ExecutionMode",
     "OnTimeout",
-    "Transport",
     "WaitBy",
 ]
 
-ExecutionMode = Literal["multi_kernel", "single_kernel", "per_tile"]
+ExecutionMode = Literal["multi_kernel", "per_tile"]
 WaitBy = Literal["memory_op", "kernel"]
-Transport = Literal["copy_engine", "copy_engine_slices", "sm"]
 OnTimeout = Literal["raise", "abort"]
 
 PER_TILE = "per-tile kernel"
@@ -38,18 +36,14 @@ class ExecutionConfig:
 
     Attributes:
         provider: provider of the GEMMs, a name of :func:`distgemm.gemm.list_providers`. None: "cutlass" with
-            "single_kernel" or a ``config``, else :func:`distgemm.gemm.default_provider` of the GPU.
+            "per_tile" or a ``config``, else :func:`distgemm.gemm.default_provider` of the GPU.
         config: name of the provider's tile configuration for all GEMMs; None: the shape decides.
         gemm_streams: streams on which the GEMMs of a rank alternate, 1 or 2.
-        execution: "multi_kernel" launches a kernel for each GEMM. "single_kernel" computes all GEMMs of a rank in one
-            persistent kernel, the fused kernel, which waits for each chunk itself. "per_tile" also moves all data
-            within one persistent kernel, tile by tile; see docs/per_tile.md for what it executes.
+        execution: "multi_kernel" launches a kernel for each GEMM. "per_tile" multiplies, adds and moves all data of a
+            rank in one persistent kernel, tile by tile; see docs/per_tile.md for what it executes.
         wait_by: with "multi_kernel", who waits for other ranks: a "memory_op" of the stream, or a "kernel" of one
-            warp, which needs ``gemm_streams=1``. With "single_kernel" it stays "memory_op".
-        merge_copies: copy neighbouring chunks as one; with "multi_kernel" also multiply them as one.
-        transport: who copies shards and results to peers: a "copy_engine"; a copy engine that sends the shard that a
-            peer multiplies last in slices along k ("copy_engine_slices"); or spare warps of the fused kernel ("sm").
-            The last two need "single_kernel".
+            warp, which needs ``gemm_streams=1``. With "per_tile" it stays "memory_op".
+        merge_copies: with "multi_kernel", copy neighbouring chunks as one, and multiply them as one.
 
     Raises:
         ValueError: if values are unknown or do not go together. Names of providers and configurations are checked where
@@ -62,42 +56,27 @@ class ExecutionConfig:
     execution: ExecutionMode = "multi_kernel"
     wait_by: WaitBy = "memory_op"
     merge_copies: bool = False
-    transport: Transport = "copy_engine"
 
     def __post_init__(self) -> None:
         for name in ("provider", "config"):
             if getattr(self, name) is not None:
                 string(name, getattr(self, name), f"the name of a {name}")
         object.__setattr__(self, "gemm_streams", integer("gemm_streams", self.gemm_streams, 1, 2))
-        for name, known in (("execution", ExecutionMode), ("wait_by", WaitBy), ("transport", Transport)):
+        for name, known in (("execution", ExecutionMode), ("wait_by", WaitBy)):
             member(name, getattr(self, name), get_args(known))
         boolean("merge_copies", self.merge_copies)
-        if self.single_kernel and self.wait_by != "memory_op":
-            raise ValueError(
-                f"wait_by={self.wait_by!r} goes with execution='multi_kernel': a fused kernel waits itself"
-            )
-        if self.transport != "copy_engine" and (not self.single_kernel or self.merge_copies):
-            raise ValueError(
-                f"transport={self.transport!r} goes with execution='single_kernel' and merge_copies=False, "
-                f"got {self.execution!r} and {self.merge_copies}"
-            )
         if self.execution == "per_tile" and (self.wait_by != "memory_op" or self.merge_copies):
             raise ValueError(
                 "execution='per_tile' waits and copies in its kernel: it takes wait_by='memory_op' and "
                 f"merge_copies=False, got {self.wait_by!r} and {self.merge_copies}"
             )
-        in_one_kernel = self.execution != "multi_kernel"
-        if self.provider is None and (in_one_kernel or self.config is not None):
+        per_tile = self.execution == "per_tile"
+        if self.provider is None and (per_tile or self.config is not None):
             object.__setattr__(self, "provider", "cutlass")
-        if in_one_kernel and self.provider != "cutlass":
+        if per_tile and self.provider != "cutlass":
             raise ValueError(
-                f"execution={self.execution!r} takes provider 'cutlass', whose kernels can wait, got {self.provider!r}"
+                f"execution='per_tile' takes provider 'cutlass', whose kernels can wait, got {self.provider!r}"
             )
-
-    @property
-    def single_kernel(self) -> bool:
-        """Whether the fused kernel computes all GEMMs of a rank."""
-        return self.execution == "single_kernel"
 
     def on(self, device: torch.device, dtype: str = "bfloat16") -> ExecutionConfig:
         """The same, with the provider named that multiplies elements of this type on a GPU."""

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import product
-from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 
 from distgemm.gemm import GemmSpec, MatrixSpec, default_provider
 from distgemm.gemm.cublas import CublasProvider
 from distgemm.gemm.cutlass import CutlassProvider
-from distgemm.gemm.fused.gemms import PRODUCTS, SENDS
 from distgemm.gemm.per_tile.model import Costs, predict_per_tile
-from distgemm.gemm.per_tile.select import CONFIGS, ROW_BYTES, SHORT_M, gemm_of
+from distgemm.gemm.per_tile.select import ROW_BYTES, SHORT_M, configs_of, gemm_of
 from distgemm.gemm.spec import Status
 from distgemm.plan.ops import Gemm, View, box_extents
 from distgemm.plan.patterns import does_pattern
 from distgemm.plan.plan import Plan, PlanError
 from distgemm.plan.problem import DTYPE_BYTES, GemmProblem
 from distgemm.runtime.cuda.lowering import lower, on_one_stream
-from distgemm.runtime.executable import ExecutionConfig, ExecutionMode, Transport, WaitBy
+from distgemm.runtime.executable import ExecutionConfig, ExecutionMode, WaitBy
 from distgemm.runtime.unfused import COLLECTIVES, collective_status, unfused_status
 from distgemm.schedulers import PATTERNS, Pattern, check_pattern, schedule_mesh_rank, schedule_options
 from distgemm.schedulers.registry import BuilderError
@@ -42,7 +39,6 @@ __all__ = [
     "providers",
     "register_candidate",
     "shortlist",
-    "single_kernel_status",
     "specs_of",
 ]
 
@@ -51,26 +47,9 @@ logger = logging.getLogger("distgemm")
 MACHINE = "h200"
 """The machine of all predictions, whatever the GPU: they only say which candidates are worth measuring."""
 
-PREFER_PER_TILE = False
-"""Whether "auto" takes a per-tile kernel by its prediction, where nothing is recorded or measured. Those that are
-measured and recorded are taken in any case."""
-
-Group = Literal["multi_kernel", "fused_with_copies", "fused_alone", "per_tile"]
-"""Candidates that are compared with one another: a kernel for each GEMM; the fused kernel and copy engines; the fused
-kernel alone; per-tile kernels."""
-
-SLOWDOWN_LIMIT: dict[Group, float] = {
-    "multi_kernel": 1.25,
-    "fused_with_copies": 1.4,
-    "fused_alone": 1.4,
-    "per_tile": 1.15,
-}
-"""A plan is measured if its predicted time is at most this factor above the best one of its group. The limit of the
-fused kernel is higher because the model knows too little about what chunks cost there. That of per-tile kernels is the
-largest error of their model with two GPUs."""
-
-FLAG_LATENCY_US = 2.0
-"""Time from a kernel's store at a peer until the peer sees it."""
+SLOWDOWN_LIMIT: dict[ExecutionMode, float] = {"multi_kernel": 1.25, "per_tile": 1.15}
+"""A plan is measured if its predicted time is at most this factor above the best one with the same execution. That of
+per-tile kernels is the largest error of their model with two GPUs."""
 
 PLAN_OPTIONS = ("workspace", "mechanism", "send_slots")
 """Options of :func:`distgemm.make_plan` that a candidate can set."""
@@ -87,15 +66,13 @@ class Candidate:
         schedule: name of a registered schedule.
         options: options of the schedule and of :func:`distgemm.make_plan`, as (name, value) pairs sorted by name.
         execution: "multi_kernel" tries every provider, number of GEMM streams and ``wait_by`` that the plan allows.
-            "single_kernel" tries the fused kernel. "per_tile" tries ``CONFIGS`` of gemm/per_tile/select.py.
-        transport: transport of the fused kernel.
+            "per_tile" tries ``configs_of`` of gemm/per_tile/select.py.
         min_ranks: the fewest ranks with which it is considered.
     """
 
     schedule: str
     options: tuple[tuple[str, Any], ...] = ()
     execution: ExecutionMode = "multi_kernel"
-    transport: Transport = "copy_engine"
     min_ranks: int = 1
 
     def plan(self, problem: GemmProblem, world_size: int) -> Plan:
@@ -114,7 +91,6 @@ def register_candidate(
     schedule: str,
     *,
     execution: ExecutionMode = "multi_kernel",
-    transport: Transport = "copy_engine",
     min_ranks: int = 1,
     **options: int | str,
 ) -> None:
@@ -128,16 +104,15 @@ def register_candidate(
             :func:`shortlist` and ``schedule="auto"`` raise ValueError.
         schedule: name of a registered schedule on one axis of ranks.
         execution: how the GEMMs are executed, as in :class:`Candidate`.
-        transport: transport of the fused kernel.
         min_ranks: the fewest ranks with which it is considered.
         **options: options of the schedule, and ``workspace``, ``mechanism`` and ``send_slots`` of
             :func:`distgemm.make_plan`.
 
     Raises:
-        ValueError: for an unknown pattern, schedule, option, execution or transport, for a schedule that needs a mesh,
-            and for a candidate that is registered already.
+        ValueError: for an unknown pattern, schedule, option or execution, for a schedule that needs a mesh, and for a
+            candidate that is registered already.
     """
-    TunedConfig("plan", schedule, execution=ExecutionConfig(execution=execution, transport=transport))
+    TunedConfig("plan", schedule, execution=ExecutionConfig(execution=execution))
     known = (*schedule_options(schedule), *PLAN_OPTIONS)
     for name, value in options.items():
         if name not in known:
@@ -146,7 +121,7 @@ def register_candidate(
             raise ValueError(f"candidate {schedule}: {name} is an integer or a string, got {value!r}")
     if schedule_mesh_rank(schedule) != 1:
         raise ValueError(f"a candidate has one axis of ranks, and schedule {schedule} takes a mesh")
-    candidate = Candidate(schedule, tuple(sorted(options.items())), execution, transport, min_ranks)
+    candidate = Candidate(schedule, tuple(sorted(options.items())), execution, min_ranks)
     registered = REGISTERED.setdefault(check_pattern(pattern), [])
     if candidate in registered:
         raise ValueError(f"{candidate} is a candidate for {pattern} already")
@@ -176,54 +151,10 @@ ALL_TO_ALLS: dict[Pattern, str] = {"gemm+a2a": "all_to_all_1d_rotating_d", "a2a+
 ONE_SHOT = "all_reduce_1d_one_shot_a"
 """The all-reduce of one hop, for few tokens."""
 
-STORED_CHAINS: tuple[dict[str, Any], ...] = (
-    {"chunks": 2},
-    {"chunks": 4},
-    {"chunks": 4, "stagger": 2},
-    {"chunks": 8, "stagger": 2},
-    {"chunks": 8, "stagger": 4},
-    {"chunks": 16, "stagger": 2},
-)
-"""Chains by the fused kernel, which stores its partial sums at the peer."""
-SENT_CHAINS: tuple[dict[str, Any], ...] = (
-    {"chunks": 2},
-    {"chunks": 4},
-    {"chunks": 8, "stagger": 2},
-    {"chunks": 16, "stagger": 2},
-)
-"""The same with ``transport="sm"``: the kernel also sends finished tiles, each chunk once it is complete."""
-PAIRWISE_SUMS: tuple[dict[str, Any], ...] = (
-    {"chunks": 1},
-    {"chunks": 2},
-    {"chunks": 4},
-    {"chunks": 4, "stagger": 1},
-    {"chunks": 8, "stagger": 2},
-    {"chunks": 16, "stagger": 2},
-    {"chunks": 4, "stagger": 2, "chunk_mode": "n"},
-)
-"""Pairwise sums by the fused kernel, which stores every partial sum at the rank that adds it. A sum takes one hop; in
-a chain it takes one for each rank but the last. Chunks of columns read B once, however few rows there are."""
-SENT_PAIRWISE_SUMS: tuple[dict[str, Any], ...] = (
-    {"chunks": 8, "stagger": 2},
-    {"chunks": 4, "stagger": 2, "chunk_mode": "n"},
-    {"chunks": 8, "stagger": 1, "chunk_mode": "n"},
-    {"chunks": 8, "stagger": 2, "chunk_mode": "n"},
-)
-"""The same with ``transport="sm"``."""
-
 
 def _register_defaults() -> None:
     for chunks in (1, 2, 4):
         register_candidate("ag+gemm", GATHER, chunks=chunks)
-    transports: tuple[tuple[Transport, tuple[int, ...]], ...] = (
-        ("copy_engine", (1, 2, 4)),
-        ("copy_engine_slices", (1, 2)),
-        ("sm", (1, 2)),
-    )
-    for transport, counts in transports:
-        for chunks in counts:
-            register_candidate("ag+gemm", GATHER, execution="single_kernel", transport=transport, chunks=chunks)
-
     for pattern, (chain, pairwise) in REDUCTIONS.items():
         register_candidate(pattern, pairwise, chunks=1)
         register_candidate(pattern, pairwise, chunks=1, mechanism="store")
@@ -238,38 +169,9 @@ def _register_defaults() -> None:
     for pattern, schedule in (per_tile | ALL_TO_ALLS).items():
         register_candidate(pattern, schedule, execution="per_tile", min_ranks=2)
     register_candidate("gemm+ar", BY_COLUMNS, execution="per_tile", min_ranks=2)
+    register_candidate("gemm+ar", ONE_SHOT, execution="per_tile", min_ranks=2)
     register_candidate("gemm+ar", ONE_SHOT, min_ranks=2, chunks=1)
     register_candidate("gemm+ar", ONE_SHOT, min_ranks=2, chunks=2, chunk_mode="n")
-    for chunks in (2, 4):
-        register_candidate(
-            "gemm+rs", REDUCTIONS["gemm+rs"][0], execution="single_kernel", chunks=chunks, send_slots=chunks
-        )
-    _register_stored("gemm+rs", "copy_engine", STORED_CHAINS, PAIRWISE_SUMS)
-    _register_stored("gemm+ar", "copy_engine", STORED_CHAINS, ())
-    _register_stored("gemm+ar", "sm", SENT_CHAINS, ())
-    _register_stored("gemm+ar", "copy_engine", (), ({"chunks": 2},))
-    _register_stored("gemm+ar", "sm", (), SENT_PAIRWISE_SUMS)
-
-
-def _register_stored(
-    pattern: Pattern, transport: Transport, chains: tuple[dict[str, Any], ...], sums: tuple[dict[str, Any], ...]
-) -> None:
-    """Register chains and pairwise sums by the fused kernel with ``mechanism="store"``."""
-    chain, pairwise = REDUCTIONS[pattern]
-    for options in chains:
-        register_candidate(pattern, chain, execution="single_kernel", transport=transport, mechanism="store", **options)
-    for options in sums:
-        register_candidate(
-            pattern,
-            pairwise,
-            execution="single_kernel",
-            transport=transport,
-            # With two ranks and chunks of rows, pairwise sums are the chain.
-            min_ranks=1 if "chunk_mode" in options else 3,
-            mechanism="store",
-            final_add="epilogue",
-            **options,
-        )
 
 
 # --- predictions --------------------------------------------------------------------------------------------
@@ -278,8 +180,8 @@ def _register_stored(
 def shortlist(problem: GemmProblem, pattern: Pattern, world_size: int) -> list[TunedConfig]:
     """The configurations that are worth measuring: plans by predicted time, then the unfused programs.
 
-    A plan is left out if its predicted time is more than ``SLOWDOWN_LIMIT`` times that of the best plan of its group,
-    if no provider computes its GEMMs, or if its schedule refuses the problem or the number of ranks.
+    A plan is left out if its predicted time is more than ``SLOWDOWN_LIMIT`` times that of the best plan with the
+    same execution, if no provider computes its GEMMs, or if its schedule refuses the problem or the number of ranks.
 
     Args:
         problem: the GEMM over all ranks.
@@ -291,30 +193,22 @@ def shortlist(problem: GemmProblem, pattern: Pattern, world_size: int) -> list[T
     """
     times = predictions(problem, check_pattern(pattern), world_size)
     plans = sorted((config for config in times if config.method == "plan"), key=lambda config: times[config])
-    best: dict[Group, float] = {}
+    best: dict[ExecutionMode, float] = {}
     for config in plans:
-        best.setdefault(_group(config, pattern), times[config])
+        best.setdefault(config.execution.execution, times[config])
     kept = [
         config
         for config in plans
-        if times[config] <= SLOWDOWN_LIMIT[_group(config, pattern)] * best[_group(config, pattern)]
+        if times[config] <= SLOWDOWN_LIMIT[config.execution.execution] * best[config.execution.execution]
     ]
     return kept + [config for config in times if config.method == "unfused"]
 
 
-def _group(config: TunedConfig, pattern: Pattern) -> Group:
-    if config.execution.execution != "single_kernel":
-        return config.execution.execution
-    stored = pattern == "gemm+rs" and config.option("mechanism") == "store"
-    return "fused_alone" if stored or config.execution.transport == "sm" else "fused_with_copies"
-
-
 def predicted(problem: GemmProblem, pattern: Pattern, world_size: int) -> TunedConfig:
-    """The configuration that the cost model predicts to be fastest, with a kernel for each GEMM.
+    """The configuration that the cost model predicts to be fastest.
 
-    The fused kernel is left out because it cannot read tensors of any strides, and per-tile kernels unless
-    ``PREFER_PER_TILE`` is set. If a plan and the unfused program have the same predicted time, the unfused program is
-    taken; if two providers have, the default one if it computes the plan.
+    If a plan and the unfused program have the same predicted time, the unfused program is taken; if two providers have,
+    the default one if it computes the plan.
 
     Args:
         problem: the GEMM over all ranks.
@@ -325,9 +219,7 @@ def predicted(problem: GemmProblem, pattern: Pattern, world_size: int) -> TunedC
         ValueError: if no candidate computes the problem, for an unknown pattern, and for a registered candidate whose
             plan does something else.
     """
-    times = multi_kernel_predictions(problem, check_pattern(pattern), world_size)
-    if PREFER_PER_TILE:
-        times = times | per_tile_predictions(problem, pattern, world_size)
+    times = predictions(problem, check_pattern(pattern), world_size)
     if not times:
         raise ValueError(f"nothing multiplies {problem} for {pattern} on {world_size} ranks")
     best = min(times, key=lambda config: (times[config], config.method != "unfused"))
@@ -337,23 +229,12 @@ def predicted(problem: GemmProblem, pattern: Pattern, world_size: int) -> TunedC
 def forget_predictions() -> None:
     """Predict anew, after candidates have been registered."""
     predictions.cache_clear()
-    multi_kernel_predictions.cache_clear()
-    per_tile_predictions.cache_clear()
 
 
 @lru_cache(maxsize=256)
 def predictions(problem: GemmProblem, pattern: Pattern, world_size: int) -> dict[TunedConfig, float]:
-    """Predicted us of every configuration."""
-    times = multi_kernel_predictions(problem, pattern, world_size)
-    if world_size == 1:
-        return times
-    fused = _single_kernel(problem, pattern, world_size, Machine.load(MACHINE))
-    return times | {config: time() for config, time in fused} | per_tile_predictions(problem, pattern, world_size)
-
-
-@lru_cache(maxsize=256)
-def multi_kernel_predictions(problem: GemmProblem, pattern: Pattern, world_size: int) -> dict[TunedConfig, float]:
-    """Predicted us of the plans with a kernel for each GEMM, and of the unfused programs."""
+    """Predicted us of every configuration: the plans with a kernel for each GEMM, the unfused programs, and the
+    per-tile kernels."""
     machine = Machine.load(MACHINE)
     times = {config: time() for config, time in _multi_kernel(problem, pattern, world_size, machine)}
     # It multiplies scaled operands on CPUs only.
@@ -362,20 +243,17 @@ def multi_kernel_predictions(problem: GemmProblem, pattern: Pattern, world_size:
         for collective in COLLECTIVES:  # NCCL comes first, and is taken if nothing is measured
             if collective_status(problem, pattern, collective, world_size):
                 times[replace(UNFUSED, collective=collective)] = time
-    return times
-
-
-@lru_cache(maxsize=256)
-def per_tile_predictions(problem: GemmProblem, pattern: Pattern, world_size: int) -> dict[TunedConfig, float]:
-    """Predicted us of the per-tile kernels."""
-    return {config: time() for config, time in _per_tile(problem, pattern, world_size, Machine.load(MACHINE))}
+    return times | {config: time() for config, time in _per_tile(problem, pattern, world_size, machine)}
 
 
 def list_plans(problem: GemmProblem, pattern: Pattern, world_size: int) -> list[TunedConfig]:
     """Every configuration of :func:`predictions` that executes a plan, without its time."""
-    kinds = (_multi_kernel, _single_kernel, _per_tile) if world_size > 1 else (_multi_kernel,)
     machine = Machine.load(MACHINE)
-    return [config for kind in kinds for config, _ in kind(problem, check_pattern(pattern), world_size, machine)]
+    return [
+        config
+        for kind in (_multi_kernel, _per_tile)
+        for config, _ in kind(problem, check_pattern(pattern), world_size, machine)
+    ]
 
 
 def _plans(
@@ -423,32 +301,6 @@ def _multi_kernel(
                 yield TunedConfig("plan", candidate.schedule, candidate.options, execution), time
 
 
-def _single_kernel(
-    problem: GemmProblem, pattern: Pattern, world_size: int, machine: Machine
-) -> Iterator[tuple[TunedConfig, Callable[[], float]]]:
-    """Configurations with the fused kernel, and what predicts their us; none on GPUs that are not Hopper."""
-    if providers()["cutlass"].arch != "90a":
-        return
-    kernel_alone = without_launches(machine)
-    for candidate, plan in _plans(problem, pattern, world_size, "single_kernel"):
-        if not _computes("cutlass", plan):
-            continue
-        if not (status := single_kernel_status(plan, candidate.transport)):
-            logger.info("no candidate for %s on %d ranks: %s: %s", pattern, world_size, candidate, status.reason)
-            continue
-        plain = ExecutionConfig(gemm_streams=1, execution="single_kernel", transport=candidate.transport)
-        executions = [plain]
-        if candidate.transport == "copy_engine":
-            merged = replace(plain, merge_copies=True)
-            if len(lower(plan, 0, merged)) < len(lower(plan, 0, plain)):
-                executions.append(merged)
-        for execution in executions:
-            config = TunedConfig("plan", candidate.schedule, candidate.options, execution)
-            # Tiles of the next GEMM fill the SMs that one GEMM leaves idle, as on two streams.
-            used = kernel_alone if _group(config, pattern) == "fused_alone" else machine
-            yield config, _prediction(plan, used, gemm_streams=2)
-
-
 def _per_tile(
     problem: GemmProblem, pattern: Pattern, world_size: int, machine: Machine
 ) -> Iterator[tuple[TunedConfig, Callable[[], float]]]:
@@ -457,12 +309,13 @@ def _per_tile(
         return
     costs = Costs(machine)
     for candidate, plan in _plans(problem, pattern, world_size, "per_tile"):
-        for name in CONFIGS[pattern]:
+        configs = configs_of(plan)
+        for name in configs:
             if not (status := per_tile_status(plan, name)):
                 logger.info("no candidate for %s on %d ranks: %s", pattern, world_size, status.reason)
                 continue
             gemm = gemm_of(plan, name)
-            if name == CONFIGS[pattern][-1] and gemm.m > gemm.traits.tile[0]:
+            if name == configs[-1] and gemm.m > gemm.traits.tile[0] and not gemm.traits.one_shot:
                 continue  # it equals the one before, unless half of that one's clusters would be padding
             if gemm.by_columns and gemm.m >= gemm.ranks * SHORT_M:
                 continue  # shards of rows fill tiles, and B is read as often
@@ -488,49 +341,6 @@ def per_tile_status(plan: Plan, config: str | None) -> Status:
 def _prediction(plan: Plan, machine: Machine, gemm_streams: int) -> Callable[[], float]:
     """The predicted us of a plan, found when it is first asked for."""
     return cache(lambda: simulate(plan, machine, gemm_streams=gemm_streams).time)
-
-
-def without_launches(machine: Machine) -> Machine:
-    """The machine of a fused kernel without copy engines: no launches, and flags that take ``FLAG_LATENCY_US``."""
-    link = machine.nvlink._replace(gap=0.0, latency=FLAG_LATENCY_US)
-    return replace(machine, gemm_launch=0.0, wait=0.0, copy_launch=0.0, signal_gap=0.0, nvlink=link)
-
-
-_STATUS: WeakKeyDictionary[Plan, dict[tuple[Transport, tuple[int, ...]], Status]] = WeakKeyDictionary()
-
-
-def single_kernel_status(plan: Plan, transport: Transport = "copy_engine") -> Status:
-    """Whether the fused kernel can compute the GEMMs of each rank; falsy with the reason.
-
-    It depends on which chunks have as many rows as others, and not on how many rows they have. So it is found once for
-    all plans of a structure that agree in this.
-    """
-    edges = plan.edges[0]
-    rows = [bottom - top for top, bottom in itertools.pairwise(edges)]
-    known, key = _STATUS.setdefault(plan.structure, {}), (transport, tuple(map(rows.index, rows)))
-    if key not in known:
-        known[key] = _single_kernel_status(plan, transport)
-    return known[key]
-
-
-def _single_kernel_status(plan: Plan, transport: Transport) -> Status:
-    execution = ExecutionConfig(execution="single_kernel", transport=transport)
-    try:
-        kernels = [
-            action for rank in range(plan.world_size) for action in lower(plan, rank, execution) if action.kernel
-        ]
-    except PlanError as error:
-        return Status(str(error))
-    if any(len(action.ops) > PRODUCTS or (action.kernel and len(action.kernel.sends) > SENDS) for action in kernels):
-        return Status(f"the fused kernel computes at most {PRODUCTS} products and sends at most {SENDS} chunks")
-    gemms = specs_of(plan)
-    if plan.problem.l > 1 or plan.problem.dtype == "float32":
-        return Status("the fused kernel takes no batches (l > 1) and no IEEE float32")
-    if any(spec.partial for spec in gemms) and len({spec.d.dtype for spec in gemms}) > 1:
-        return Status("the fused kernel takes partial sums of the type of D only")
-    if not all(spec.operands_aligned and (spec.results_aligned or spec.partial is None) for spec in gemms):
-        return Status("the fused kernel uses TMA, which takes addresses and strides in multiples of 16 bytes")
-    return Status()
 
 
 def _computes(provider: str, plan: Plan) -> bool:

@@ -23,6 +23,12 @@ def _any(name: str, value: Any) -> Any:
     return value
 
 
+def _execution_config(fields: Mapping[str, Any]) -> ExecutionConfig:
+    if fields.get("execution") == "single_kernel":
+        raise ValueError("execution=single_kernel is gone: take execution=per_tile, or multi_kernel for other plans")
+    return ExecutionConfig(**fields)
+
+
 @dataclass(frozen=True)
 class TunedConfig:
     """How a tensor-parallel GEMM is executed.
@@ -36,9 +42,8 @@ class TunedConfig:
             for a plan.
         source: where the configuration comes from: "measured" now, "recorded" earlier, "predicted" by the cost model,
             "pinned" by the caller, "" if unknown. Not compared.
-        fallback: the configuration for what this one does not execute: rows that do not divide into the equal chunks
-            that the fused kernel needs, and what per-tile kernels refuse. None: the one that the cost model predicts
-            to be fastest. Not compared.
+        fallback: the configuration for what this one does not execute, because per-tile kernels refuse it. None: the
+            one that the cost model predicts to be fastest. Not compared.
 
     Raises:
         ValueError: if a value is unknown, or if values do not go together.
@@ -122,7 +127,7 @@ class TunedConfig:
                 raise ValueError(f"the unfused program has a collective and no {', '.join(options)}: got {text!r}")
             return replace(UNFUSED, collective=collective, source=source)
         execution = {each: options.pop(each) for each in EXECUTION_FIELDS if each in options}
-        return cls("plan", name, tuple(options.items()), ExecutionConfig(**execution), source=source)
+        return cls("plan", name, tuple(options.items()), _execution_config(execution), source=source)
 
     def option(self, name: str) -> Any:
         """The value of an option; None if it is not given."""
@@ -150,8 +155,7 @@ class TunedConfig:
             f"GEMMs by {e.provider or 'the default provider'}{'' if e.config is None else f' {e.config}'}",
             f"{e.gemm_streams} GEMM stream{'s' * (e.gemm_streams > 1)}",
         ]
-        parts += ["fused kernel"] * e.single_kernel + ["waits by kernel"] * (e.wait_by == "kernel")
-        parts += ["merged copies"] * e.merge_copies + [f"transport {e.transport}"] * (e.transport != "copy_engine")
+        parts += ["waits by kernel"] * (e.wait_by == "kernel") + ["merged copies"] * e.merge_copies
         return ", ".join(parts)
 
     def arguments(self) -> dict[str, Any]:
@@ -201,7 +205,7 @@ class TunedConfig:
         options = fields["options"]
         if not isinstance(options, dict) or not all(isinstance(value, (int, str)) for value in options.values()):
             raise ValueError(f"options map names to integers and strings, got {options!r}")
-        execution = ExecutionConfig(**{name: fields[name] for name in EXECUTION_FIELDS})
+        execution = _execution_config({name: fields[name] for name in EXECUTION_FIELDS})
         config = execution.config
         if not isinstance(fields["schedule"], str) or not isinstance(config, (str, type(None))):
             raise ValueError(f"schedule and config are strings, got {fields['schedule']!r} and {config!r}")

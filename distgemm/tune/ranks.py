@@ -102,7 +102,7 @@ def make(
         made = UnfusedExecutable(problem, pattern, group, device, config.collective)
     else:
         plan = config.plan(problem, group.size())
-        made = compile_plan(plan, config.execution, group=group, device=device, fallback=True, **options)
+        made = compile_plan(plan, config.execution, group=group, device=device, copies=True, **options)
     _configs[made] = config
     return made
 

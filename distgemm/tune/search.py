@@ -24,14 +24,14 @@ from distgemm.measure.operation import Operation, WrongResultError, executable_m
 from distgemm.measure.timing import attempt, sample
 from distgemm.plan.problem import QUANTIZED_DTYPES, GemmProblem
 from distgemm.runtime.checks import TORCH_DTYPES, resolve_group
-from distgemm.runtime.executable import Executable, ExecutionMode
+from distgemm.runtime.executable import Executable
 from distgemm.schedulers import Pattern
 from distgemm.tune import gemm as gemm_tuning
 from distgemm.tune import ranks
 from distgemm.tune.cache import CACHE, gpu_name, key_of, look_up
 from distgemm.tune.candidates import shortlist, specs_of
 from distgemm.tune.config import UNFUSED, TunedConfig
-from distgemm.tune.kernels import sources_of, whole_gemm, with_other_tiles
+from distgemm.tune.kernels import sources_of
 from distgemm.tune.ranks import device_of, from_all, from_first, refuse_capture
 
 __all__ = [
@@ -53,17 +53,6 @@ FINALISTS = 4
 FINALS: dict[str, Any] = {"rounds": 9, "burst_ms": 4.0, "rest": 1.0}
 """Settings of the second measurement, with pauses as between the GEMMs of a model. Without pauses a GPU throttles, and
 the configuration that takes the least power is the fastest."""
-KERNEL_SLOWDOWN_LIMIT = 1.25
-"""The fastest fused kernel of each kind is measured with other tiles if it takes at most this factor longer than the
-fastest configuration. A kind has one schedule, transport and mechanism."""
-OTHER_TILES = 6
-"""Number of other tiles for the fastest fused kernel of a kind; half as many for the second."""
-SECOND_SLOWDOWN_LIMIT = 1.05
-"""The second of a kind is measured with other tiles if it takes at most this factor longer than the first."""
-
-LIMITED: tuple[ExecutionMode, ...] = ("multi_kernel", "single_kernel", "per_tile")
-"""Executions, those that execute the most problems and calls first."""
-
 ALIGNED = 8
 """Number of elements that is a multiple of 16 bytes in all types that are measured."""
 
@@ -173,11 +162,11 @@ def search(
         raise RuntimeError(f"{key} cannot be measured: {failed.error}")
     trial = _Trial(operation, report)
     ran = trial.run(tried)
-    again = from_first(group, device, lambda: finalists(whole, pattern, size, ran, trial.times))
+    again = finalists(ran)
     if len(again) > 1:  # clocks vary by more than the fastest configurations differ
         ran = trial.run(again, **FINALS)
     times = trial.times
-    fastest = with_fallback(fastest_of(ran, times), [*tried, *again], times)
+    fastest = with_fallback(fastest_of(ran, times), tried, times)
 
     def record() -> tuple[TunedConfig, dict[str, float], Path | None]:
         if not write:
@@ -216,19 +205,18 @@ def fastest_of(ran: Sequence[TunedConfig], times: Mapping[str, float]) -> TunedC
 
 
 def with_fallback(config: TunedConfig, others: Sequence[TunedConfig], times: Mapping[str, float]) -> TunedConfig:
-    """A configuration with the fastest ones of the executions that execute more, as its ``fallback`` and that of it.
+    """A configuration; one with a per-tile kernel has the fastest of the others, which execute more, as ``fallback``.
 
     Args:
         config: the configuration.
         others: configurations. Those that were measured count.
         times: ms of the configurations that were measured, by their text.
     """
-    limits = LIMITED.index(config.execution.execution)
-    measured = [one for one in others if str(one) in times and LIMITED.index(one.execution.execution) < limits]
-    if not measured:
+    measured = [one for one in others if str(one) in times and one.execution.execution == "multi_kernel"]
+    if config.execution.execution != "per_tile" or not measured:
         return config
     best = fastest_of(sorted(measured, key=lambda one: times[str(one)]), times)
-    return replace(config, fallback=replace(with_fallback(best, others, times), source="measured"))
+    return replace(config, fallback=replace(best, source="measured"))
 
 
 @dataclass
@@ -293,32 +281,13 @@ class _Trial:
         return key_of(self.operation.problem, self.operation.pattern, self.operation.group.size())
 
 
-def finalists(
-    problem: GemmProblem, pattern: Pattern, world_size: int, ran: Sequence[TunedConfig], times: Mapping[str, float]
-) -> list[TunedConfig]:
-    """The configurations that are measured a second time.
-
-    They are the fastest ones, the unfused program, and the fastest fused kernels with other tiles. A GEMM that is
-    measured alone does not show which tiles wait or send best in the fused kernel.
+def finalists(ran: Sequence[TunedConfig]) -> list[TunedConfig]:
+    """The configurations that are measured a second time: the fastest ones, and the unfused program.
 
     Args:
-        problem: the GEMM over all ranks.
-        pattern: what the ranks do.
-        world_size: number of ranks.
         ran: the configurations that were measured, the fastest first.
-        times: their ms, by their text.
     """
-    found = [*ran[:FINALISTS], *(config for config in ran if config == UNFUSED)]
-    kinds: dict[tuple[Any, ...], list[TunedConfig]] = {}
-    for config in ran:
-        if config.execution.single_kernel and times[str(config)] <= KERNEL_SLOWDOWN_LIMIT * times[str(ran[0])]:
-            kind = config.schedule, config.execution.transport, config.option("mechanism")
-            kinds.setdefault(kind, []).append(config)
-    for first, *others in kinds.values():
-        second = [config for config in others[:1] if times[str(config)] <= SECOND_SLOWDOWN_LIMIT * times[str(first)]]
-        for config, count in zip([first, *second], (OTHER_TILES, OTHER_TILES // 2), strict=False):
-            found += [config, *with_other_tiles(config.plan(problem, world_size), config, pattern)[:count]]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys([*ran[:FINALISTS], *(config for config in ran if config == UNFUSED)]))
 
 
 def round_up(problem: GemmProblem, pattern: Pattern, world_size: int) -> GemmProblem:
@@ -413,7 +382,7 @@ def _tune_gemms(
         execution = config.execution
         if config.method == "plan" and execution.provider == "cutlass" and execution.execution != "per_tile":
             plan = config.plan(problem, size)
-            for spec in [whole_gemm(plan)] if execution.single_kernel else specs_of(plan):
+            for spec in specs_of(plan):
                 key = gemm_select.key_of(spec, execution.gemm_streams)
                 if key not in known:
                     wanted.setdefault(key, (spec, execution.gemm_streams))

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from distgemm.arguments import boolean, instance
-from distgemm.gemm.spec import Status
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.checks import compare, problem_fields, resolve_group
 from distgemm.runtime.cuda import CudaExecutable, PerTileExecutable
@@ -20,7 +19,7 @@ from distgemm.schedulers import Pattern, check_pattern
 from distgemm.system import switch
 from distgemm.tune import ranks
 from distgemm.tune.cache import REACH, bucketed, gpu_name, look_up
-from distgemm.tune.candidates import per_tile_status, predicted, single_kernel_status
+from distgemm.tune.candidates import per_tile_status, predicted
 from distgemm.tune.config import UNFUSED, TunedConfig
 from distgemm.tune.ranks import device_of, from_first, refuse_capture
 from distgemm.tune.search import measurable, search
@@ -84,18 +83,15 @@ def select(
 def fitting(config: TunedConfig, problem: GemmProblem, pattern: Pattern, world_size: int) -> TunedConfig:
     """A configuration that executes a problem whose rows differ from those that were measured.
 
-    The fused kernel needs chunks of equal size, and per-tile kernels equal shards. If the problem has not, the
-    ``fallback`` of the configuration is taken, or the prediction. If the collective of an unfused program does not
-    support the problem, NCCL is taken.
+    Per-tile kernels need equal shards. If the problem has not, the ``fallback`` of the configuration is taken, or the
+    prediction. If the collective of an unfused program does not support the problem, NCCL is taken.
     """
     if config.method == "unfused":
         status = collective_status(problem, pattern, config.collective, world_size)
         return config if status else replace(UNFUSED, source=config.source)
-    execution, status = config.execution, Status()
-    if execution.execution == "per_tile":
-        status = per_tile_status(config.plan(problem, world_size), execution.config)
-    elif execution.single_kernel:
-        status = single_kernel_status(config.plan(problem, world_size), execution.transport)
+    if config.execution.execution != "per_tile":
+        return config
+    status = per_tile_status(config.plan(problem, world_size), config.execution.config)
     if status:
         return config
     logger.info("%s does not execute %s for %s: %s", config, problem, pattern, status.reason)

@@ -306,10 +306,11 @@ def show_tile_order(order: TileOrder, rank: int = 0, *, limit: int = LIMIT, widt
     lead = f"own tiles come {_count(order.lead, 'unit')} {'earlier' if order.own_first else 'later'}; shards"
     if order.own_only:
         lead = "own tiles only, which add this rank's slices of k, then in turn those of others"
+    shards = ", ".join(str((rank + distance) % ranks) for distance in order.distances)
     head = (
         f"rank {rank} of {ranks}: {order.blocks}x{order.columns} clusters of tiles in each shard, "
-        f"{_count(order.group, 'row')} of clusters in turn; {lead} in the order "
-        f"{', '.join(str((rank + distance) % ranks) for distance in order.distances)}"
+        f"{_count(order.group, 'row')} of clusters in turn; "
+        f"{f'{lead} in the order {shards}' if shards else 'own tiles only'}"
     )
     titles = ["", *map(str, columns[:limit])]
     table = [titles]

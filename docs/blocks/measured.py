@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 from statistics import geometric_mean
-from typing import Any
 
 from blocks import read, rows_of, table
-from blocks.benchmark import label, short
 
 
 @table
@@ -44,36 +42,6 @@ def simulator_statistics() -> str:
         errors = (f"{100 * each[key]:.1f}" for key in ("mean_error", "mean_abs_error", "max_abs_error"))
         rows.append([name, str(each["rows"]), f"{each['spearman']:.3f}", *errors])
     return rows_of("rows | number | Spearman | mean error, % | mean absolute error, % | largest, %", rows)
-
-
-@table
-def one_of_many(file: str, tokens: str) -> str:
-    """The fastest of the tuner's candidates, as one of 4 and of 8 ranks."""
-    by_row: dict[str, dict[int, dict[str, Any]]] = {}
-    for row in read(file)["rows"]:
-        if row["case"]["m"] == int(tokens):
-            by_row.setdefault(label(row["case"]).partition(",")[0], {})[row["case"]["ranks"]] = row
-    rows = []
-    for name, found in by_row.items():
-        times = [f"{found[ranks]['ms']:.4f}" if ranks in found else "" for ranks in (4, 8)]
-        efficiencies = [f"{found[ranks]['efficiency']:.2f}" if ranks in found else "" for ranks in (4, 8)]
-        configs = [short(found[ranks]["best"]) if ranks in found else "" for ranks in (4, 8)]
-        rows.append([name, *times, *efficiencies, *configs])
-    return rows_of(
-        "row | 4 ranks, ms | 8 ranks, ms | 4 ranks: efficiency | 8 ranks: efficiency | 4 ranks: by | 8 ranks: by", rows
-    )
-
-
-@table
-def one_of_many_and_four_gpus(tokens: str) -> str:
-    """Times of candidates for reductions as one of 4 ranks on two GPUs, over their times on 4 GPUs."""
-    rows = [row for row in read("one_of_many_and_four_gpus")["rows"] if row["m"] == int(tokens)]
-    found = sorted(row["one_of_4_ms"] / row["four_gpus_ms"] for row in rows)
-    tenth = len(found) // 10
-    return (
-        f"{len(found)} candidates; the geometric mean is {geometric_mean(found):.3f}; eight of ten lie between "
-        f"{found[tenth]:.3f} and {found[-1 - tenth]:.3f}, and all between {found[0]:.3f} and {found[-1]:.3f}"
-    )
 
 
 @table

@@ -1,20 +1,22 @@
 """Digests of plans and of their lowerings, to prove that a refactoring changes none of them.
 
 The cases are every schedule on many meshes, with every mechanism, and for each of these a fixed selection from all
-options, problems and planning arguments. ``baseline.json`` holds the digests of the code before the refactoring. The 52
-groups that it names as changed hold those of a later commit, because their plans were changed on purpose: all-reduces
-with ranks that multiply nothing, and bounded workspaces that were larger than full ones. Groups of the schedules in
-``ADDED`` hold those of the commit that it names for them.
+options, problems and planning arguments. ``baseline.json`` holds the digests of the code before the refactoring. Groups
+that it names as changed hold those of a later commit, because their plans were changed on purpose: all-reduces with
+ranks that multiply nothing, and bounded workspaces that were larger than full ones. Those that it names under
+``without_stagger`` hold the digests of the commit that deleted this option, and the alignment of slots of 64 KiB that
+plans with ``mechanism="store"`` had. Groups of the schedules in ``ADDED`` hold those of the commit that it names for
+them.
 
 A digest is taken over lines ``path = value``, one for each leaf of a plan or of a rank's actions, for example
-``Action[3].kernel.wait_flags[2][0].flag.number = 7``. The table ``renames.json`` is the only normalisation:
+``Action[3].ops[2].flag.number = 7``. The table ``renames.json`` is the only normalisation:
 
     arguments, values: old names of arguments and their old values, and the new ones
     fields:            paths of fields whose name is old at the end and new before it, and the new paths
     deleted:           fields that only the old code has; a value other than None or an empty container is an error
     defaults:          leaves, by new path, that are not written if they have this value
 
-None and empty containers have no line, so ``Action.kernel = None`` equals a kernel whose fields are all empty. This
+None and empty containers have no line, so a field that is None equals one that is empty. This
 hides no change of a dep, an offset or a flag: each of these is a number with a line of its own, and the line vanishes
 with the list that held it. A list whose last element has no line gets a line with its length, so lists of different
 lengths differ; only an empty list equals None.
@@ -85,7 +87,6 @@ ADDED = ("all_reduce_1d_one_shot_a",)
 OPTIONS: dict[str, Sequence[int | str]] = {
     "chunks": (1, 2, 3, 4),
     "final_add": ("epilogue", "kernel"),
-    "stagger": (0, 1, 2, 4),
     "chunk_mode": ("m", "n"),
     "gather": ("direct", "ring", "bidirectional_full", "bidirectional_split"),
     "reduce": ("chain", "pairwise"),
@@ -99,22 +100,9 @@ class Variant(NamedTuple):
     execution: str = "multi_kernel"
     gemm_streams: int = 2
     merge_copies: bool = False
-    transport: str = "copy_engine"
 
 
-LOWERINGS = {
-    "multi_kernel": [Variant("multi_kernel", *rest) for rest in product((1, 2), (False, True))],
-    "single_kernel": [
-        Variant("single_kernel", 1),
-        *(Variant("single_kernel", 2, merge) for merge in (False, True)),
-        *(Variant("single_kernel", 2, False, transport) for transport in ("copy_engine_slices", "sm")),
-    ],
-    # A call whose tensors the single kernel cannot read; its peers send slices all the same.
-    "fallback": [
-        Variant("multi_kernel", streams, False, transport)
-        for streams, transport in product((1, 2), ("copy_engine_slices", "sm"))
-    ],
-}
+LOWERINGS = {"multi_kernel": [Variant("multi_kernel", *rest) for rest in product((1, 2), (False, True))]}
 """What a plan is lowered for, on each rank."""
 
 
@@ -140,10 +128,7 @@ def new_code() -> Code:
     from distgemm.runtime.executable import ExecutionConfig
 
     def new_lower(plan: Plan, rank: int, how: Variant) -> list[Any]:
-        # A kernel for each GEMM beside peers that send slices is what a call falls back to.
-        separate = how.execution == "multi_kernel" and how.transport != "copy_engine"
-        given = how._asdict() | ({"execution": "single_kernel"} if separate else {})
-        return lower(plan, rank, ExecutionConfig(**given), separate_gemms=separate)
+        return lower(plan, rank, ExecutionConfig(**how._asdict()))
 
     return Code(new_lower)
 
@@ -370,7 +355,7 @@ def outcomes(code: Code, group: Group, case: Case) -> Iterator[Outcome]:
     for rank in range(plan.world_size):
         for kind, ways in LOWERINGS.items():
             for how in ways:
-                name = " ".join(map(str, (f"rank {rank}", *how)))
+                name = " ".join(map(str, (f"rank {rank}", *how, "copy_engine")))  # as the baseline has it
                 try:
                     actions = code.lower(plan, rank, how)
                 except REFUSALS as error:

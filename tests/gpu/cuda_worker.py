@@ -32,7 +32,7 @@ from distgemm.runtime.cuda.binding import Binder, CallTensors
 from distgemm.runtime.cuda.lowering.actions import GEMM_STREAM, Action, exchanges_of
 from distgemm.runtime.cuda.nccl import ExchangeLaunch
 from distgemm.runtime.cuda.workspace import BUFFERS, Step
-from distgemm.runtime.executable import EXECUTION_FIELDS, ExecutionConfig, ExecutionMode, Transport, WaitBy
+from distgemm.runtime.executable import EXECUTION_FIELDS, ExecutionConfig, ExecutionMode, WaitBy
 from distgemm.schedulers import schedule_options
 
 CONFIG = "128x128x64_2x1_pingpong"
@@ -53,7 +53,6 @@ class Case:
     partial_dtype: str | None = None
     rows: tuple[int, ...] | None = None
     chunks: int = 1
-    stagger: int = 0
     workspace: str = "full"
     sync: str = "barrier"
     mechanism: str = "push"
@@ -65,7 +64,6 @@ class Case:
     execution: ExecutionMode = "multi_kernel"
     wait_by: WaitBy = "memory_op"
     merge_copies: bool = False
-    transport: Transport = "copy_engine"
     final_add: str = ""
     chunk_mode: str = ""
     across: str = ""
@@ -78,16 +76,12 @@ class Case:
         )
         given: dict[str, Any] = {
             "chunks": self.chunks * (self.chunks > 1),
-            "stagger": self.stagger,
             "final_add": self.final_add,
             "chunk_mode": self.chunk_mode,
             "across": self.across,
             "inside": self.inside,
         }
         options = {name: value for name, value in given.items() if value}
-        send_slots = 2
-        if self.execution == "single_kernel":
-            send_slots = max(2, self.chunks * (self.mesh[0] if self.final_add else 1))
         return distgemm.make_plan(
             problem,
             self.schedule,
@@ -95,7 +89,7 @@ class Case:
             workspace=self.workspace,
             sync=self.sync,
             mechanism=self.mechanism,
-            send_slots=send_slots,
+            send_slots=2,
             ranks_per_host=self.ranks_per_host,
             **options,
         )
@@ -425,10 +419,8 @@ def graph_nodes(cases: list[Case]) -> list[str]:
         data.draw(0)
         replay = exe.capture(data.shards["A"], data.shards["B"], out=data.shards["D"])
         kinds, edges = _nodes_and_edges(replay.graph)
-        # The fused kernel is one action and one kernel. Beside it, and with wait_by="kernel", waits on the stream of
-        # GEMMs are kernels, and one kernel does finish and exit. Where nothing is copied, the fused kernel does all.
-        kernel_waits = exe.execution.single_kernel or exe.execution.wait_by == "kernel"
-        alone = {action.stream for action in exe.actions} == {GEMM_STREAM}
+        # With wait_by="kernel", waits on the stream of GEMMs are kernels, and one kernel does finish and exit.
+        kernel_waits = exe.execution.wait_by == "kernel"
         left_out = {Step.FINISH} if kernel_waits else set()
         actions = [action for action in exe.actions if action.step not in left_out or action.ops]
         computed = [
@@ -445,7 +437,7 @@ def graph_nodes(cases: list[Case]) -> list[str]:
         memops = [action for action in others if not action.ops or isinstance(action.ops[0], (Wait, Signal))]
         memory = len(memops) + 1 - kernel_waits
         wanted = {"KERNEL": len(computed) + kernel_waits, "MEMCPY": len(copies), "BATCH_MEM_OP": memory}
-        wanted = {"KERNEL": 1} if alone else {kind: count for kind, count in wanted.items() if count}
+        wanted = {kind: count for kind, count in wanted.items() if count}
         counted = {kind: kinds.count(kind) for kind in {*kinds, *wanted} - {"EMPTY"}}
         if counted != wanted:
             failures.append(f"rank {exe.rank} {case}: nodes {counted}, wanted {wanted}")
@@ -628,7 +620,7 @@ def meshes(schedule: str, ranks: int) -> tuple[int, ...]:
 
 
 def cases(ranks: int) -> list[Case]:
-    """Every schedule, with the values of all other axes spread over them; then all fused cases."""
+    """Every schedule, with the values of all other axes spread over them."""
     found = []
     chance = random.Random(ranks)
     unequal = tuple(chance.randrange(0, 200) * 8 // 8 for _ in range(ranks - 1)) + (0,)
@@ -659,53 +651,7 @@ def cases(ranks: int) -> list[Case]:
     for schedule in ("all_gather_1d_tiling_cd_rotating_a", "reduce_scatter_1d_tiling_a_rotating_c"):
         rows = unequal if sum(unequal) else (8,) * ranks
         found.append(Case(schedule, (ranks,), m=sum(rows), rows=rows, config=None))
-    return found + fused_cases(ranks)
-
-
-TRANSPORTS: tuple[Transport, ...] = ("sm", "copy_engine")
-
-
-def fused_cases(ranks: int) -> list[Case]:
-    """Plans with the fused kernel, for gathers and for partial sums."""
-    chains = ("reduce_scatter_1d_tiling_a_rotating_c", "reduce_scatter_1d_tiling_b_rotating_c")
-    gathers = ("all_gather_1d_tiling_cd_rotating_a", "all_gather_1d_tiling_cd_rotating_b", "all_gather_1d_ring_a")
-    common: list[dict[str, Any]] = [
-        {"config": CONFIG, "beta": 1.0},
-        {"chunks": 4, "dtype": "float16", "m": 32 * ranks, "n": 32 * ranks, "k": 512 * ranks},
-        {"chunks": 2, "dtype": "float8_e4m3fn", "out_dtype": "bfloat16", "partial_dtype": "bfloat16"},
-        {"m": 392 * ranks, "n": 328 * ranks, "k": 232 * ranks, "alpha": 2.0, "config": "64x128x64_1x1_pingpong"},
-    ]
-    gathered: list[dict[str, Any]] = [
-        {"chunks": 4, "merge_copies": True, "m": 1024, "k": 1024},
-        {"m": 24 * ranks, "n": 25 * ranks, "k": 128},  # rows of D that TMA cannot write
-    ]
-    transports = ("copy_engine_slices", "sm")
-    sent: list[dict[str, Any]] = [
-        {"chunks": 2, "beta": 1.0, "k": 1536},  # in three slices
-        {"config": CONFIG, "m": 392 * ranks, "n": 328 * ranks, "k": 1160, "alpha": 2.0},  # in two, the last one shorter
-        {"chunks": 4, "dtype": "float8_e4m3fn", "out_dtype": "bfloat16", "k": 512},
-    ]
-    all_reduces = ("all_reduce_1d_tiling_a_rotating_c", "all_reduce_1d_tiling_b_rotating_c")
-    stored = (*chains, all_reduces[0])
-    ways = [(name, {"mechanism": "store"} | options) for name in stored for options in common]
-    ways += [(name, {"mechanism": "store", "transport": "sm"} | options) for name in all_reduces for options in common]
-    ways += [(name, {"transport": by} | options) for name in gathers[:2] for options in sent for by in transports]
-    ways += [(name, options) for name in stored for options in common]
-    ways += [(name, options) for name in gathers for options in common + gathered]
-    wide = {"chunks": 4, "m": 256 * ranks, "n": 8192 * ranks, "k": 1024}  # interleaved, as all that follow
-    ways += [(gathers[0], wide | {"transport": by}) for by in ("copy_engine", "sm")]
-    summed: dict[str, Any] = {"mechanism": "store", "final_add": "epilogue"}
-    ways += [("reduce_scatter_1d_pairwise_a", summed | options) for options in [*common, {"k": 2048 * ranks}]]
-    for number, by in enumerate(TRANSPORTS):
-        ways += [("all_reduce_1d_pairwise_a", summed | common[number] | {"transport": by})]
-    ways += [("all_reduce_1d_pairwise_a", summed | {"k": 2048 * ranks, "transport": by}) for by in TRANSPORTS]
-    columns: dict[str, Any] = {"stagger": 1, "chunk_mode": "n", "beta": 1.0, "k": 1024 * ranks}
-    for name, by in (("reduce_scatter", "copy_engine"), ("all_reduce", "copy_engine"), ("all_reduce", "sm")):
-        some = [{"chunks": 2}, {"chunks": 4, "config": CONFIG, "m": 392 * ranks, "n": 1312, "k": 2048 * ranks}]
-        ways += [(f"{name}_1d_pairwise_a", summed | columns | {"transport": by} | options) for options in some]
-    ways += [("reduce_scatter_1d_pairwise_a", summed | common[2] | {"stagger": 1, "chunk_mode": "n"})]
-    ways += [("reduce_scatter_1d_pairwise_a", {"final_add": "epilogue", "chunks": 2})]
-    return [Case(name, (ranks,), execution="single_kernel", **({"config": None} | options)) for name, options in ways]
+    return found
 
 
 def one_shot_cases(ranks: int) -> list[Case]:

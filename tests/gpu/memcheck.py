@@ -7,7 +7,7 @@
 
 Torch, NCCL and cuda.bindings call CUDA to see what there is. Without the option, memcheck reports such calls as errors.
 The first command compiles the kernels, so that no compiler runs under the tool. With fewer GPUs than ranks, ranks share
-them, and plans whose fused kernel waits for a copy engine are left out, as in ``test_shared.py``.
+them.
 """
 
 from __future__ import annotations
@@ -43,23 +43,8 @@ def cases(ranks: int) -> list[Case]:
         Case(CHAIN, (ranks,), chunks=2, mechanism="store"),
         Case(PAIRWISE, (ranks,), m=389, n=328, k=456, mechanism="store", config=None),
         Case(GATHER, (ranks,), provider="cublas", config=None),
-        Case(GATHER, (ranks,), chunks=4, execution="single_kernel", merge_copies=True),
-        Case(CHAIN, (ranks,), chunks=2, execution="single_kernel", mechanism="store", beta=1.0),
-        Case(CHAIN, (ranks,), chunks=4, stagger=2, execution="single_kernel", mechanism="store", beta=1.0),
-        Case(CHAIN, (ranks,), chunks=2, execution="single_kernel"),
-        Case(ALL_REDUCE_CHAIN, (ranks,), chunks=2, execution="single_kernel", mechanism="store"),
-        Case(
-            ALL_REDUCE_CHAIN,
-            (ranks,),
-            chunks=4,
-            stagger=2,
-            execution="single_kernel",
-            mechanism="store",
-            transport="sm",
-            beta=1.0,
-        ),
-        Case(GATHER, (ranks,), chunks=2, k=1160, execution="single_kernel", transport="sm"),
-        Case(GATHER, (ranks,), chunks=2, k=1160, execution="single_kernel", transport="copy_engine_slices"),
+        Case(ALL_REDUCE_CHAIN, (ranks,), chunks=2, mechanism="store", beta=1.0),
+        Case(CHAIN, (ranks,), chunks=2, gemm_streams=1, wait_by="kernel", mechanism="store", beta=1.0),
     ]
 
 

@@ -16,11 +16,9 @@ from unittest.mock import patch
 import torch
 
 from distgemm.gemm import cutlass, sums
-from distgemm.gemm.fused.gemms import PACING_COUNTERS, RESERVED
 from distgemm.plan.plan import Plan
 from distgemm.runtime.cuda import binding, calls, executable, workspace
 from distgemm.runtime.cuda.executable import CudaExecutable
-from distgemm.runtime.cuda.lowering.actions import GEMM_STREAM
 from distgemm.runtime.cuda.memops import wait_for
 from distgemm.runtime.cuda.order import CallOrder
 from distgemm.runtime.cuda.processes import this_process
@@ -160,26 +158,14 @@ class Ranks:
     def leftovers(self) -> list[str]:
         """What the replays of all ranks, which have all ended, should have reset and have not."""
         found = []
-        for rank, (one, idle) in enumerate(zip(self.workspaces, self._idle, strict=True)):
+        for rank, idle in enumerate(self._idle):
             flags = self._flags(rank)
             if not torch.equal(flags, idle):
                 values = [(int(i), int(flags[i])) for i in (flags != idle).nonzero()[:8, 0]]
                 found.append(f"rank {rank}: flags (number, value) {values}")
-            for made in (ref() for ref in one.executables):
-                if made is None or not made.execution.single_kernel:
-                    continue
-                counters = made.workspace.counters
-                kept = torch.cat([counters[:-RESERVED], counters[PACING_COUNTERS - RESERVED :]])
-                if kept.any():
-                    found.append(f"rank {rank}: counters of {made.plan.schedule} {kept.nonzero()[:8, 0].tolist()}")
         return found
 
     def poison(self) -> None:
         """Make all slots NaN, while nothing runs."""
         for rank, one in enumerate(self.workspaces):
             one.slots_of(rank).fill_(0xFF)
-
-
-def is_one_branch(made: CudaExecutable) -> bool:
-    """Whether a graph of a call is one branch: all of it is on the caller's stream."""
-    return {action.stream for action in made.actions} == {GEMM_STREAM}

@@ -57,9 +57,11 @@ def gemms(ranks: int) -> list[RankGemm]:
     distances = tuple(range(1, ranks))
     pingpong, wide, high = ((128, 128), (2, 1), True), ((128, 256), (1, 2), False), ((256, 128), (2, 1), False)
 
-    def gemm(pattern: Any, kind: tuple[Any, ...], m: int, n: int, k: int, *, by_columns: bool = False) -> RankGemm:
-        sends = pattern in {"ag+gemm", "a2a+gemm"}
-        return RankGemm(KernelTraits(pattern, *kind, sends=sends), distances, m, n, k, by_columns=by_columns)
+    def gemm(
+        pattern: Any, kind: tuple[Any, ...], m: int, n: int, k: int, *, by_columns: bool = False, one_shot: bool = False
+    ) -> RankGemm:
+        traits = KernelTraits(pattern, *kind, sends=pattern in {"ag+gemm", "a2a+gemm"}, one_shot=one_shot)
+        return RankGemm(traits, distances, m, n, k, by_columns=by_columns)
 
     return [
         gemm("ag+gemm", pingpong, 200, 328, 136),
@@ -73,6 +75,9 @@ def gemms(ranks: int) -> list[RankGemm]:
         gemm("ag+gemm", pingpong, 264, 136, 64),
         gemm("gemm+a2a", pingpong, 200, 328, 136),
         gemm("gemm+a2a", wide, 72, 264, 64),
+        gemm("gemm+ar", pingpong, 40, 328, 64, one_shot=True),
+        gemm("gemm+ar", wide, 200, 264, 64, one_shot=True),
+        gemm("ag+gemm", ((128, 160), (2, 1), False), 136, 264, 328),
         gemm("a2a+gemm", pingpong, 200, 328, 72),
         gemm("a2a+gemm", wide, 72, 520, 64),
     ]
@@ -96,7 +101,8 @@ class Job:
 
     def __init__(self, gemm: RankGemm, there: LocalRanks, seed: int, epochs_a_replay: int) -> None:
         pattern = gemm.traits.pattern
-        rows = gemm.m if pattern in {"ag+gemm", "gemm+a2a"} or gemm.by_columns else gemm.m * gemm.ranks
+        is_whole = pattern in {"ag+gemm", "gemm+a2a"} or gemm.by_columns or gemm.traits.one_shot
+        rows = gemm.m if is_whole else gemm.m * gemm.ranks
         shape_of_b = (gemm.n * (gemm.ranks if gemm.by_columns else 1), gemm.k)
         if pattern in {"gemm+a2a", "a2a+gemm"}:  # all of B
             shape_of_b = (gemm.n * gemm.ranks, gemm.k) if pattern == "gemm+a2a" else (gemm.n, gemm.k * gemm.ranks)

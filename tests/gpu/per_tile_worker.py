@@ -20,6 +20,7 @@ SCHEDULES = {
     "gemm+rs": "reduce_scatter_1d_pairwise_a",
     "gemm+ar": "all_reduce_1d_pairwise_a",
     "gemm+a2a": "all_to_all_1d_rotating_d",
+    "one-shot gemm+ar": "all_reduce_1d_one_shot_a",
     "a2a+gemm": "all_to_all_1d_rotating_a",
 }
 BY_COLUMNS = "all_reduce_1d_tiling_b_rotating_c"

@@ -7,7 +7,7 @@
 All ranks replay the same executables in the same order, with other inputs each time: eager calls, ordinary calls (which
 record graphs by themselves), replays of recorded calls, and graphs of the caller with several calls. Ranks are late at
 random, on the GPU and on the host. D is NaN before each call, and every element is compared behind it. Between segments
-all flags and counters must be as they were at the start, and slots become NaN.
+all flags must be as they were at the start, and slots become NaN.
 
 Each rank's kernels take a share of the SMs, so that all that wait for one another are resident. The other SMs are for
 copies, which on one GPU are kernels, and for sums, kernels that wait for flags, and comparisons.
@@ -58,13 +58,12 @@ from distgemm.runtime.cuda.watchdog import explain_hang
 from distgemm.runtime.cuda.workspace import Stage
 from distgemm.runtime.executable import ExecutionConfig
 from tests.gpu.cuda_worker import CONFIG, Case, compile_kernels
-from tests.gpu.one_process import Ranks, ignored_flags, is_one_branch, limited_sms
-from tests.gpu.test_cuda import ALL_REDUCE, CHAIN, FUSED, FUSED_STORE, GATHER, PAIRWISE, RING, mixed
+from tests.gpu.one_process import Ranks, ignored_flags, limited_sms
+from tests.gpu.test_cuda import ALL_REDUCE, CHAIN, GATHER, PAIRWISE, RING, mixed
 from tests.gpu.test_shared import divisible
 
-Graphs = Literal["any", "ahead", "one-branch", "none"]
-"""Which calls become graphs: all; those that are recorded while nothing runs, so no ordinary ones; of these, those
-whose graph is one branch; none."""
+Graphs = Literal["any", "ahead", "none"]
+"""Which calls become graphs: all; those that are recorded while nothing runs, so no ordinary ones; none."""
 Mode = Literal["eager", "call", "replay", "graph"]
 
 SETS, DRAWS = 2, 4
@@ -75,7 +74,7 @@ MAX_BURSTS, MAX_BURST = 6, 3
 WEIGHTS: dict[Mode, int] = {"eager": 1, "call": 3, "replay": 5, "graph": 11}
 """How often a unit is of a mode. An eager call takes the host a millisecond."""
 SEGMENT = 4000
-"""Replays from one look at flags and counters to the next."""
+"""Replays from one look at flags to the next."""
 AHEAD = 3
 """Units that a rank may be ahead of the last one, and units of a rank that have not ended."""
 SHORT_CYCLES, LONG_CYCLES = 60_000, 4_000_000
@@ -99,11 +98,10 @@ def cases(ranks: int) -> list[Case]:
         Case(RING, mesh, chunks=2, workspace="bounded", sync="credit"),
         Case(PAIRWISE, mesh, mechanism="store"),
         Case(GATHER, mesh, chunks=2, config=share),
-        Case(CHAIN, mesh, chunks=2, alpha=2.0, **(FUSED_STORE | {"config": share})),
-        Case(GATHER, mesh, chunks=2, transport="sm", **(FUSED | {"config": share, "k": 2048})),
-        Case(ALL_REDUCE, mesh, chunks=2, **FUSED),
-        Case(CHAIN, mesh, chunks=2, dtype="float16", **FUSED_STORE),
-        Case(CHAIN, mesh, chunks=2, config=None, **FUSED_STORE, **fp8),
+        Case(CHAIN, mesh, chunks=2, alpha=2.0, mechanism="store", config=share),
+        Case(ALL_REDUCE, mesh, chunks=2, mechanism="store"),
+        Case(CHAIN, mesh, chunks=2, dtype="float16", mechanism="store"),
+        Case(CHAIN, mesh, chunks=2, config=None, mechanism="store", **fp8),
     ]
     return found if ranks & (ranks - 1) == 0 else [divisible(case, ranks) for case in found]
 
@@ -590,21 +588,8 @@ def ranks_for(count: int, device: torch.device, found: Sequence[Case]) -> Ranks:
     """Ranks with room for all cases."""
     plans = [case.plan() for case in found]
     slot_bytes = max(plan.workspace_bytes(rank) for plan in plans for rank in range(count))
-    flags = max(
-        most_flags(plan, ExecutionConfig(**case.execution_options())) for plan, case in zip(plans, found, strict=True)
-    )
+    flags = max(map(most_flags, plans))
     return Ranks(count, device, slot_bytes, flags)
-
-
-def graphed_jobs(jobs: Sequence[Job], graphs: Graphs) -> list[int]:
-    """The numbers of the jobs whose calls may become graphs."""
-    if graphs == "none":
-        return []
-    return [
-        number
-        for number, job in enumerate(jobs)
-        if graphs in ("any", "ahead") or all(is_one_branch(made) for made in job.executables)
-    ]
 
 
 def modes_of(graphs: Graphs, graphed: bool) -> list[Mode]:
@@ -627,7 +612,7 @@ class Harness:
 
     def __init__(self, options: Options, ranks: Ranks, jobs: Sequence[Job], lanes: Sequence[Lane]) -> None:
         self.options, self.ranks, self.jobs = options, ranks, jobs
-        self.graphed = graphed_jobs(jobs, options.graphs)
+        self.graphed = [] if options.graphs == "none" else list(range(len(jobs)))
         self.modes = modes_of(options.graphs, bool(self.graphed))
         self.source = UnitSource(options.seed, len(jobs), self.graphed, self.modes)
         self.runners = [RankRunner(rank, jobs, lane, ranks.device, options.seed) for rank, lane in enumerate(lanes)]
@@ -853,7 +838,7 @@ def main(
     ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 2,
     seconds: Annotated[float, typer.Option(help="Time for everything.")] = 480.0,
     seed: Annotated[int, typer.Option(help="Of everything that is random.")] = 0,
-    graphs: Annotated[str, typer.Option(help="Calls that become graphs: any, ahead, one-branch, none.")] = "ahead",
+    graphs: Annotated[str, typer.Option(help="Calls that become graphs: any, ahead, none.")] = "ahead",
     reserve: Annotated[int, typer.Option(help="SMs that GEMMs of no rank take.")] = 28,
     word: Annotated[str, typer.Option(help="Only executables with this word.")] = "",
     stuck: Annotated[float, typer.Option(help="Seconds without a change after which a process ends.")] = 20.0,

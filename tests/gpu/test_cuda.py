@@ -18,8 +18,6 @@ ALL_REDUCE, PAIRWISE_AR = "all_reduce_1d_tiling_a_rotating_c", "all_reduce_1d_pa
 
 
 STORE: dict[str, Any] = {"mechanism": "store"}
-FUSED: dict[str, Any] = {"execution": "single_kernel"}
-FUSED_STORE = FUSED | STORE
 EPILOGUE: dict[str, Any] = {"final_add": "epilogue"}
 
 
@@ -38,18 +36,10 @@ def mixed(ranks: int) -> list[Case]:
         Case(GATHER, mesh, chunks=2, mechanism="pull"),
         Case(PAIRWISE, mesh, mechanism="pull"),
         Case(CHAIN, mesh, chunks=2, **STORE),
-        Case(GATHER, mesh, chunks=4, merge_copies=True, **FUSED),
-        Case(CHAIN, mesh, chunks=2, beta=1.0, **FUSED_STORE),
-        Case(CHAIN, mesh, chunks=4, **FUSED),
-        Case(CHAIN, mesh, chunks=4, stagger=2, **FUSED_STORE),
-        Case(CHAIN, mesh, chunks=2, stagger=1),
-        Case(ALL_REDUCE, mesh, chunks=2, beta=1.0, **FUSED_STORE),
-        Case(ALL_REDUCE, mesh, chunks=4, stagger=2, transport="sm", beta=1.0, **FUSED_STORE),
-        Case(GATHER, mesh, chunks=2, k=1536, transport="sm", **FUSED),
-        Case(GATHER, mesh, chunks=2, k=1536, transport="copy_engine_slices", **FUSED),
-        Case(PAIRWISE, mesh, chunks=2, beta=1.0, **FUSED_STORE, **EPILOGUE),
-        Case(PAIRWISE_AR, mesh, chunks=2, transport="sm", **FUSED_STORE, **EPILOGUE),
-        Case(PAIRWISE_AR, mesh, chunks=4, stagger=1, chunk_mode="n", transport="sm", **FUSED_STORE, **EPILOGUE),
+        Case(CHAIN, mesh, chunks=2, beta=1.0, gemm_streams=1, wait_by="kernel", **STORE),
+        Case(ALL_REDUCE, mesh, chunks=2, beta=1.0, **STORE),
+        Case(PAIRWISE, mesh, chunks=2, beta=1.0, **STORE, **EPILOGUE),
+        Case(PAIRWISE_AR, mesh, chunks=2, **STORE),
         Case(PAIRWISE, mesh, **EPILOGUE),
     ]
 
@@ -71,16 +61,8 @@ def large(ranks: int) -> list[Case]:
         Case(PAIRWISE, mesh, mechanism="pull", **reduce),
         Case(PAIRWISE, mesh, **STORE, **reduce),
         Case(CHAIN, mesh, **STORE, **cublas, **reduce),
-        Case(GATHER, mesh, chunks=8, merge_copies=True, **FUSED, **gather),
-        Case(CHAIN, mesh, chunks=4, **FUSED_STORE, **reduce),
-        Case(CHAIN, mesh, chunks=4, **FUSED, **reduce),
-        Case(CHAIN, mesh, chunks=8, stagger=2, **FUSED_STORE, **reduce),
-        Case(ALL_REDUCE, mesh, chunks=4, stagger=1, **FUSED_STORE, **reduce),
-        Case(ALL_REDUCE, mesh, chunks=2, **FUSED_STORE, **reduce),
-        Case(ALL_REDUCE, mesh, chunks=4, transport="sm", **FUSED_STORE, **reduce),
-        Case(PAIRWISE, mesh, chunks=2, **FUSED_STORE, **EPILOGUE, **reduce),
-        Case(GATHER, mesh, chunks=2, transport="sm", **FUSED, **gather),
-        Case(GATHER, mesh, chunks=2, transport="copy_engine_slices", **FUSED, **gather),
+        Case(ALL_REDUCE, mesh, chunks=2, **STORE, **reduce),
+        Case(CHAIN, mesh, chunks=2, gemm_streams=1, wait_by="kernel", **STORE, **reduce),
     ]
 
 
@@ -94,14 +76,9 @@ def recorded(ranks: int) -> list[Case]:
         Case(GATHER, mesh, chunks=4, merge_copies=True),
         Case(GATHER, mesh, mechanism="pull"),
         Case(PAIRWISE, mesh, **STORE),
-        Case(GATHER, mesh, chunks=4, merge_copies=True, **FUSED),
-        Case(CHAIN, mesh, chunks=2, **FUSED_STORE),
-        Case(CHAIN, mesh, chunks=4, stagger=1, **FUSED_STORE),
-        Case(CHAIN, mesh, chunks=2, **FUSED),
-        Case(ALL_REDUCE, mesh, chunks=2, **FUSED_STORE),
-        Case(ALL_REDUCE, mesh, chunks=2, transport="sm", **FUSED_STORE),
-        Case(GATHER, mesh, chunks=2, k=1536, transport="sm", **FUSED),
-        Case(GATHER, mesh, chunks=2, k=1536, transport="copy_engine_slices", **FUSED),
+        Case(GATHER, mesh, gemm_streams=1, wait_by="kernel"),
+        Case(CHAIN, mesh, chunks=2, gemm_streams=1, wait_by="kernel", **STORE),
+        Case(ALL_REDUCE, mesh, chunks=2, **STORE),
     ]
 
 
@@ -113,7 +90,7 @@ def results(ranks: int) -> list[dict[str, Any]]:
         Case(CHAIN, mesh, m=4096, n=4096, k=4096, chunks=2),
         Case(GATHER, mesh, m=4096, n=4096, k=4096, chunks=2, mechanism="pull"),
     ]
-    fused = [case for case in large(ranks) if case.execution == "single_kernel"]
+    waiting = [case for case in large(ranks) if case.wait_by == "kernel"]
     checks: list[Any] = [
         (worker.exact, (worker.cases(ranks),)),
         (worker.bounded_error, (worker.cases(ranks),)),
@@ -121,7 +98,7 @@ def results(ranks: int) -> list[dict[str, Any]]:
         (worker.stress, (mixed(ranks), 1000, ranks)),
         (worker.repeated, (mixed(ranks),)),
         (worker.crowded, (mixed(ranks),)),
-        (worker.crossed, (fused,)),
+        (worker.crossed, (waiting,)),
         (worker.graph_nodes, (recorded(ranks),)),
         (worker.engines, (traced,)),
         (worker.different_plans, (Case(GATHER, mesh),)),
@@ -191,12 +168,10 @@ def test_different_plans_raise_on_all_ranks(ranks: int) -> None:
     [
         Case(GATHER, (0,)),
         Case(CHAIN, (0,), chunks=2),
-        Case(GATHER, (0,), **FUSED),
-        Case(CHAIN, (0,), **FUSED_STORE),
-        Case(GATHER, (0,), transport="sm", **FUSED),
-        Case(ALL_REDUCE, (0,), transport="sm", **FUSED_STORE),
+        Case(GATHER, (0,), gemm_streams=1, wait_by="kernel"),
+        Case(ALL_REDUCE, (0,), **STORE),
     ],
-    ids=lambda case: f"{case.schedule} {case.execution} {case.transport}",
+    ids=lambda case: f"{case.schedule} {case.mechanism} {case.wait_by}",
 )
 def test_a_rank_that_raises_makes_all_raise(ranks: int, case: Case) -> None:
     case = worker.on(case, ranks)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,12 +19,11 @@ CHAIN, GATHER, RING = (
     "all_gather_1d_tiling_cd_rotating_a",
     "all_gather_1d_ring_a",
 )
-STORE: dict[str, Any] = {"mechanism": "store", "execution": "single_kernel"}
 CASES = [
     Case(GATHER, (2,)),
     Case(CHAIN, (2,), chunks=2),
-    Case(CHAIN, (2,), chunks=2, **STORE),
-    Case(GATHER, (2,), transport="sm", execution="single_kernel"),
+    Case(CHAIN, (2,), chunks=2, mechanism="store"),
+    Case(GATHER, (2,), gemm_streams=1, wait_by="kernel"),
     Case(GATHER, (2,), mechanism="pull"),
 ]
 POINTS = [(how, seed) for how in ("SIGKILL", "SIGSTOP") for seed in range(10)]

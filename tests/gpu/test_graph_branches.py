@@ -1,7 +1,7 @@
 """Whether branches of a CUDA graph make progress at once.
 
-Plans of mechanism "push" that the fused kernel executes have two branches: the kernel waits for flags, which memory
-operations set behind copies on the other branch. CUDA does not promise that both go on at once. Here graphs have many
+With ``wait_by="kernel"``, plans of mechanism "push" have two branches: kernels wait for flags, which memory operations
+set behind copies on the other branch. CUDA does not promise that both go on at once. Here graphs have many
 branches of long kernels, kernels that wait for flags, and copies from the host with the memory operations that set
 these flags. Copy engines make such copies, as they make those between GPUs.
 """

@@ -48,10 +48,11 @@ def drawn(there: LocalRanks, seed: int) -> Calls:
     """The tensors of all ranks; D is NaN."""
     gemm, traits = there.gemm, there.gemm.traits
     torch.manual_seed(seed)
-    by_columns = gemm.by_columns
-    rows = gemm.m if traits.pattern in {"ag+gemm", "gemm+a2a"} or by_columns else gemm.m * gemm.ranks
+    by_columns, one_shot = gemm.by_columns, traits.one_shot
+    one_shard = by_columns or one_shot
+    rows = gemm.m if traits.pattern in {"ag+gemm", "gemm+a2a"} or one_shard else gemm.m * gemm.ranks
     b_shape = (gemm.n * gemm.ranks if traits.pattern == "gemm+a2a" or by_columns else gemm.n, k_of_sum(gemm))
-    rows_of_d = gemm.m if traits.pattern in {"gemm+rs", "a2a+gemm"} or by_columns else gemm.m * gemm.ranks
+    rows_of_d = gemm.m if traits.pattern in {"gemm+rs", "a2a+gemm"} or one_shard else gemm.m * gemm.ranks
     columns_of_d = gemm.n * (gemm.ranks if by_columns else 1)
     found = []
     for device in there.devices:
@@ -213,6 +214,83 @@ def test_results_in_float32(kind: tuple, lead: int | None) -> None:
             call["bias"], call["c"], call["beta"] = call["d"].new_ones(328), torch.randn_like(call["d"]), 0.75
         there.run(there.launches(calls, gb_per_s=300.0), [100_000 * (rank * 5 % 8) for rank in range(8)])
         check(there, calls)
+
+
+ONE_SHOT = [
+    ((64, 64), (1, 2), True),
+    ((64, 128), (1, 2), True),
+    ((128, 128), (2, 1), True),
+    ((128, 256), (1, 2), False),
+    ((128, 160), (2, 1), False),
+    ((256, 128), (2, 1), False),
+]
+
+
+def have_the_same_bits(calls: Calls) -> bool:
+    return all(torch.equal(call["d"].cuda(0), calls[0]["d"]) for call in calls)
+
+
+@pytest.mark.parametrize("kind", ONE_SHOT, ids=str)
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("m", [1, 40, 200])
+def test_one_shot_all_reduces(kind: tuple, ranks: int, m: int) -> None:
+    """Of any number of rows; all ranks have the same bits."""
+    gemm = RankGemm(traits("gemm+ar", *kind, one_shot=True), distances(ranks), m, 520, 328)
+    there = LocalRanks(gemm)
+    for seed in range(3):
+        calls = drawn(there, seed)
+        there.run(there.launches(calls, gb_per_s=300.0), [100_000 * (rank * 5 % ranks) for rank in range(ranks)])
+        check(there, calls)
+        assert have_the_same_bits(calls)
+
+
+@pytest.mark.parametrize("kind", [ONE_SHOT[0], *ONE_SHOT[3:5]], ids=str)
+@pytest.mark.parametrize("partial_dtype", ["bfloat16", "float32"])
+def test_terms_of_one_shot_all_reduces(kind: tuple, partial_dtype: str) -> None:
+    gemm = RankGemm(traits("gemm+ar", *kind, one_shot=True, partial_dtype=partial_dtype), distances(4), 40, 392, 192)
+    there = LocalRanks(gemm)
+    calls = drawn(there, 0)
+    bias, c = torch.randn(gemm.n, device="cuda").bfloat16() * 10, torch.randn_like(calls[0]["d"]) * 10
+    for call in calls:
+        call |= {"alpha": 0.5, "bias": bias, "c": c, "beta": 0.75}
+    there.run(there.launches(calls))
+    check(there, calls)
+    assert have_the_same_bits(calls)
+
+
+@pytest.mark.parametrize("epoch", [1, EPOCHS - 50])
+def test_many_replays_of_one_shot_and_other_all_reduces(epoch: int) -> None:
+    """They alternate on one workspace, while ranks run ahead of each other."""
+    one = RankGemm(traits("gemm+ar", *ONE_SHOT[0], one_shot=True), distances(4), 40, 384, 128)
+    two = RankGemm(traits("gemm+ar", *KINDS[1]), distances(4), 64, 384, 128)
+    there = LocalRanks(one, epoch=epoch, others=[two])
+    wholes = [drawn(there, seed) for seed in range(2)]
+    there.gemm = two
+    wholes.append(drawn(there, 2))
+    torch.cuda.synchronize()
+    prepared = [there.launches(calls, gemm) for calls, gemm in zip(wholes, (one, one, two), strict=True)]
+    for number in range(100):
+        for rank in torch.randperm(4).tolist():
+            with torch.cuda.stream(there.streams[rank]):
+                if number % 7 == rank:
+                    torch.cuda._sleep(200_000)
+                prepared[number % 3][rank]()
+    torch.cuda.synchronize()
+    for calls in wholes:
+        check(there, calls)
+        assert have_the_same_bits(calls)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("kind", ONE_SHOT[:2], ids=str)
+def test_one_shot_all_reduces_on_two_gpus(kind: tuple) -> None:
+    gemm = RankGemm(traits("gemm+ar", *kind, one_shot=True), distances(2), 40, 512, 320)
+    there = LocalRanks(gemm, gpus=2)
+    for seed in range(10):
+        calls = drawn(there, seed)
+        there.run(there.launches(calls), [100_000 * (seed % 3), 100_000 * (seed % 2)])
+        check(there, calls)
+        assert have_the_same_bits(calls)
 
 
 @pytest.mark.parametrize("pattern", ["ag+gemm", "a2a+gemm"])

@@ -1,8 +1,7 @@
 """More ranks than GPUs: ranks share a GPU, which is slow, but results must be right.
 
 Kernels, plans, flags, graphs and the watchdog are the same as on GPUs of their own. One thing differs: where both ranks
-of a copy are on one GPU, a kernel copies instead of a copy engine. That kernel needs SMs, which a fused kernel that
-waits for the copy may hold. So fused gathers by copy engines are left out.
+of a copy are on one GPU, a kernel copies instead of a copy engine.
 
 All kernels are compiled first, in parallel. Each launch has a timeout of its own.
 """
@@ -47,26 +46,21 @@ LAUNCH_TIMEOUT_S = 400.0
 pytestmark = pytest.mark.gpu(1)
 
 
-def needs_no_engine(case: Case) -> bool:
-    """Whether no kernel that holds SMs waits for a copy engine."""
-    return case.execution != "single_kernel" or case.mechanism == "store" or case.transport == "sm"
-
-
 def fitting(cases: list[Case], ranks: int) -> list[Case]:
     """The cases that can run on one GPU, with extents that so many ranks divide.
 
     Schedules that an odd number of ranks cannot take are left out.
     """
     power_of_two = ranks & (ranks - 1) == 0
-    found = [case for case in cases if needs_no_engine(case) and prod(case.mesh) == ranks]
+    found = [case for case in cases if prod(case.mesh) == ranks]
     if power_of_two:
         return found
     return [divisible(case, ranks) for case in found if "xor" not in case.schedule]
 
 
 def divisible(case: Case, ranks: int) -> Case:
-    """The case with equal, aligned chunks, which the fused kernel and fixed tile configurations take."""
-    if case.execution != "single_kernel" and case.config is None:
+    """The case with equal, aligned chunks, which fixed tile configurations take."""
+    if case.config is None:
         return case
     unit = 16 * ranks * case.chunks
     m, n, k = (-(-extent // unit) * unit for extent in (case.m, case.n, case.k))
@@ -77,11 +71,10 @@ def divisible(case: Case, ranks: int) -> Case:
 def results(ranks: int) -> list[dict[str, Any]]:
     """Each rank's failures, by the check's name."""
     every, replayed = fitting(worker.cases(ranks), ranks), fitting(mixed(ranks), ranks)
-    fused = [case for case in every if case.execution == "single_kernel"]
     launch(worker.compile_kernels, 1, [*every, *replayed], backend="nccl", timeout=LAUNCH_TIMEOUT_S, share=True)
     checks: list[Any] = [
         (worker.exact, (every,)),
-        (worker.bounded_error, (fused[::3],)),
+        (worker.bounded_error, (every[::3],)),
         (worker.repeated, (replayed,)),
     ]
     return launch(worker.run_all, ranks, checks, backend="nccl", timeout=LAUNCH_TIMEOUT_S, share=True)

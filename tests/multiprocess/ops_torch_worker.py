@@ -588,7 +588,7 @@ def misuse() -> dict[str, str]:
         "chunks twice": lambda: ag(a, b, group=world, schedule="ag+gemm chunks=2", chunks=2),
         "of GPUs": lambda: ag(a, b, group=world, schedule="ag+gemm provider=cublas"),
         "chunks of nothing": lambda: ag(a, b, group=world, schedule="unfused", chunks=2),
-        "options of nothing": lambda: ag(a, b, group=world, schedule="unfused stagger=2"),
+        "options of nothing": lambda: ag(a, b, group=world, schedule="unfused final_add=kernel"),
         "no name": lambda: ag(a, b, group=world, schedule="chunks=2"),
         "no option": lambda: ag(a, b, group=world, schedule="ag+gemm chunk=2"),
         "no schedule": lambda: ag(a, b, group=world, schedule="al_gather_1d_ring_a"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -61,20 +60,16 @@ def test_the_fastest_is_taken_and_recorded_by_rank_0_alone(found: list[dict[str,
         assert each["again"] == (tuned.config, "recorded", 1)
 
 
-def test_the_fused_kernel_is_measured_with_other_tiles(found: list[dict[str, Any]]) -> None:
+def test_a_per_tile_kernel_is_recorded_with_what_executes_more(found: list[dict[str, Any]]) -> None:
     for each in (rank["measuring"] for rank in found):
-        config = each["fused kernel"].config
-        assert config.execution.single_kernel and "cooperative" in config.execution.config
-        (final,) = each["fused kernel finals"]
-        assert len({tile for name in final for tile in re.findall(r"cutlass (\d+x\w+)", name)}) == 6
-        (final,) = each["far behind"]
-        assert not any("fused kernel" in name for name in final)
-        # 1022 rows do not divide into equal chunks.
-        assert [single_kernel for _, single_kernel, _ in each["of m"]] == [True, False, True]
+        config = each["per tile"].config
+        assert config.execution.execution == "per_tile"
+        # 1023 rows do not divide into equal shards.
+        assert [execution for _, execution, _ in each["of m"]] == ["per_tile", "multi_kernel", "per_tile"]
         assert {source for source, _, _ in each["of m"]} == {"recorded"}
         first, fallback, again = (text for _, _, text in each["of m"])
         assert first == again == str(config)
-        assert fallback == each["fallback"] and fallback in each["fused kernel"].times
+        assert fallback == each["fallback"] and fallback in each["per tile"].times
 
 
 @pytest.mark.parametrize("pattern", ["gemm+a2a", "a2a+gemm"])
@@ -161,8 +156,7 @@ def test_auto_works_without_a_file(found: list[dict[str, Any]]) -> None:
 
 
 def test_the_tiles_of_each_gemm_are_measured_once_on_one_rank(found: list[dict[str, Any]]) -> None:
-    """For the fused kernel, one GEMM with all rows of the plan is measured."""
-    rows = {512: " streams:2", 256: " streams:2", 1024: ""}
+    rows = {512: " streams:2", 256: " streams:2", 128: ""}
     wanted = {f"{m}x512x1024x1 bfloat16_rr bfloat16{streams}" for m, streams in rows.items()}
     first, second = (rank["kernels"]["measures"] for rank in found)
     for number, (text, keys, built, _) in enumerate((first, second)):

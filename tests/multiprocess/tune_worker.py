@@ -436,20 +436,13 @@ def measuring(folder: str) -> dict[str, Any]:
         found["again"] = again, again.source, len(fakes.measured)
         found["finals"] = fakes.finals
 
-    own_cache(folder, "fused kernel")
-    with (
-        only_cutlass(),
-        Bench(lambda name: 0.5 if "cooperative" in name else 1.0 if "fused kernel" in name else 1.05) as fakes,
-    ):
-        found["fused kernel"] = tune.tune(LARGE, "gemm+rs", group, device=CPU)
-        found["fused kernel finals"] = fakes.finals
-        for m in (1024, 1022, 1020):
+    own_cache(folder, "per tile")
+    with only_cutlass(), Bench(by_name("per-tile kernel")):
+        found["per tile"] = tune.tune(LARGE, "gemm+rs", group, device=CPU)
+        for m in (1024, 1023, 1020):
             config = tune.select(dataclasses.replace(LARGE, m=m), "gemm+rs", group, device=CPU)
-            found.setdefault("of m", []).append((config.source, config.execution.single_kernel, str(config)))
-        found["fallback"] = str(found["fused kernel"].config.fallback)
-    with only_cutlass(), Bench(lambda name: 1.3 if "fused kernel" in name else 1.0) as fakes:
-        tune.tune(LARGE, "gemm+rs", group, device=CPU, write=False)
-        found["far behind"] = fakes.finals
+            found.setdefault("of m", []).append((config.source, config.execution.execution, str(config)))
+        found["fallback"] = str(found["per tile"].config.fallback)
 
     own_cache(folder, "tie")
     with Bench(lambda name: 1.0):
@@ -525,11 +518,9 @@ def kernels(folder: str) -> dict[str, Any]:
     """Tuning that measures tiles of GEMMs first, with fakes."""
     rank, found = dist.get_rank(), {}
     gather = TunedConfig("plan", GATHER, (("chunks", 2),), ExecutionConfig("cutlass"))
-    single_kernel = dataclasses.replace(
-        gather, execution=ExecutionConfig("cutlass", gemm_streams=1, execution="single_kernel")
-    )
+    fewer = dataclasses.replace(gather, options=(("chunks", 4),), execution=ExecutionConfig("cutlass", gemm_streams=1))
     tried = [
-        *(gather, single_kernel, dataclasses.replace(gather, options=(("chunks", 1),))),
+        *(gather, fewer, dataclasses.replace(gather, options=(("chunks", 1),))),
         *(dataclasses.replace(gather, execution=ExecutionConfig("cublas")), UNFUSED),
     ]
     keys: list[str] = []

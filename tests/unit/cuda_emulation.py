@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -19,7 +19,6 @@ import torch
 import distgemm
 from distgemm.gemm import GemmSpec, GemmTensors
 from distgemm.gemm.flags import MemOp
-from distgemm.gemm.fused.gemms import FusedGemms
 from distgemm.gemm.launches import MovableLaunch
 from distgemm.plan.ops import Gemm
 from distgemm.runtime.checks import TORCH_DTYPES, gathered_box
@@ -27,7 +26,7 @@ from distgemm.runtime.cuda import binding, memops
 from distgemm.runtime.cuda.binding import Binder, Bound, CallTensors, first_users_of_a
 from distgemm.runtime.cuda.executable import CudaExecutable, copied_buffers
 from distgemm.runtime.cuda.lowering import lower
-from distgemm.runtime.cuda.lowering.actions import Action, SingleKernel
+from distgemm.runtime.cuda.lowering.actions import Action
 from distgemm.runtime.cuda.nccl import Message
 from distgemm.runtime.cuda.workspace import BUFFERS, FLAG_BYTES, Workspace, WorkspaceBuffer
 from distgemm.runtime.executable import ExecutionConfig
@@ -44,21 +43,14 @@ PAIRWISE_ALL_REDUCE = "all_reduce_1d_pairwise_a"
 ONE_TERM, ANY_TERMS = "one term", "any terms"
 """Providers of the emulation, by how many terms their epilogues add."""
 
-Task = Any  # a MemOp, a Callable[[], None], an EmulatedExchange, or a Concurrent
-
-
-class Concurrent:
-    """Lists of tasks that run at the same time."""
-
-    def __init__(self, parts: list[list[Any]]) -> None:
-        self.parts, self.order = [deque(part) for part in parts], random.Random(0)
+Task = Any  # a MemOp, a Callable[[], None], or an EmulatedExchange
 
 
 def unused(task: Task) -> Task:
     """The task, or a copy of it where doing it uses it up. Its tensors are the same."""
     if isinstance(task, EmulatedExchange):
         return EmulatedExchange(task.machine, task.rank, task.sends, task.receives)
-    return Concurrent([list(part) for part in task.parts]) if isinstance(task, Concurrent) else task
+    return task
 
 
 class Channel:
@@ -118,7 +110,6 @@ class Machine:
             [torch.full((slot_bytes + 256,), 0xFF, dtype=torch.uint8) for _ in range(ranks)] for _ in range(BUFFERS)
         ]
         self.flags: dict[int, int] = {}  # by address
-        self.moved = False
         self.workspaces = [FakeWorkspace(self, rank, ranks) for rank in range(ranks)]
         for workspace in self.workspaces:
             for buffer in workspace.buffers:
@@ -134,14 +125,6 @@ class Machine:
 
     def done(self, task: Task) -> bool:
         """Do a task. False for a wait that goes on."""
-        if isinstance(task, Concurrent):
-            for part in task.order.sample(task.parts, len(task.parts)):
-                while part and self.done(part[0]):
-                    part.popleft()
-                    self.moved = True
-                    if task.order.random() < 0.3:
-                        break
-            return not any(task.parts)
         if isinstance(task, EmulatedExchange):
             return task.done()
         if not isinstance(task, MemOp):
@@ -177,7 +160,6 @@ class FakeWorkspace(Workspace):
         self.current_buffer = 0
         self.dead, self.replaced, self.kept = None, False, []
         self.executables: list[Any] = []
-        self.counters = None  # type: ignore[assignment]  # the emulated kernel has none
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], stream: int) -> None:
         raise AssertionError("launches are emulated")
@@ -194,7 +176,7 @@ class EmulatedLaunch(MovableLaunch):
         self.noted, self.tasks = noted, tasks
 
     def __call__(self, stream: int | None = None) -> None:
-        self.noted.extend(map(unused, self.tasks))
+        self.noted.extend(self.tasks)
 
 
 class Emulated:
@@ -205,24 +187,14 @@ class Emulated:
         rank: this rank.
         workspace: its workspace.
         gemm_streams: with 1, the provider's epilogues add one term, else any number.
-        fallback: as :class:`Binder` takes it.
         **execution: further fields of ExecutionConfig.
     """
 
     def __init__(
-        self,
-        plan: distgemm.Plan,
-        rank: int,
-        workspace: FakeWorkspace,
-        gemm_streams: int = 2,
-        *,
-        fallback: bool = False,
-        **execution: Any,
+        self, plan: distgemm.Plan, rank: int, workspace: FakeWorkspace, gemm_streams: int = 2, **execution: Any
     ) -> None:
-        fused = execution.get("execution") == "single_kernel"
-        provider = "cutlass" if fused else ONE_TERM if gemm_streams == 1 else ANY_TERMS
-        config = ExecutionConfig(provider, gemm_streams=gemm_streams, **execution)
-        self.binder = Binder(plan, rank, torch.device("cpu"), config, fallback)
+        config = ExecutionConfig(ONE_TERM if gemm_streams == 1 else ANY_TERMS, gemm_streams=gemm_streams, **execution)
+        self.binder = Binder(plan, rank, torch.device("cpu"), config)
         self.actions = self.binder.actions
         exe = CudaExecutable.__new__(CudaExecutable)
         exe.plan, exe.rank, exe.workspace, exe.device = plan, rank, workspace, torch.device("cpu")
@@ -230,11 +202,6 @@ class Emulated:
         exe.number = workspace.register(exe)
         self.binder.attach(workspace, exe.number)
         self.exe = exe
-
-    @property
-    def fused(self) -> bool:
-        """Whether the actions have a fused kernel."""
-        return any(action.kernel for action in self.actions)
 
     def tasks(self, call: CallTensors, recorded: list[Task], buffer: int) -> list[list[Task]]:
         """The tasks of each action, and of the exit. From now on the actions are those of this call."""
@@ -297,14 +264,14 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
     def copies_of(target: torch.Tensor, source: torch.Tensor) -> list[MovableLaunch]:
         return [EmulatedLaunch(tasks, functools.partial(to.copy_, of)) for to, of in memops.rows_of(target, source)]
 
-    def multiplied(t: GemmTensors, addends: Sequence[torch.Tensor] = ()) -> Callable[[], None]:
+    def multiplied(t: GemmTensors) -> Callable[[], None]:
         def gemm() -> None:
             a, b = (
                 operand.double() * scales_of_elements(scale, operand, t.block_rows and t.block_rows[number])
                 for number, (operand, scale) in enumerate(((t.a, t.scale_a), (t.b, t.scale_b)))
             )
             found = t.alpha * a @ b.mT
-            for factor, added in ((1.0, t.partial), (t.beta, t.c), (1.0, t.bias), *((1.0, one) for one in addends)):
+            for factor, added in ((1.0, t.partial), (t.beta, t.c), (1.0, t.bias)):
                 if added is not None:
                     found = found + factor * added.double()
             t.d.copy_(found)
@@ -313,48 +280,6 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
 
     def bind(t: GemmTensors, **_: Any) -> Callable[[int], None]:
         return EmulatedLaunch(tasks, multiplied(t))
-
-    kernels = itertools.count(1)
-
-    def bind_fused(gemms: FusedGemms, config: Any) -> Callable[[int], None]:
-        def flags_of_slices(first: int, columns: int) -> list[int]:
-            slices = -(-columns // (gemms.slice_k or columns))
-            return [first + FLAG_BYTES * number for number in range(slices if first else 0)]
-
-        entered = memops.wait_for(-next(kernels))  # a flag within the kernel
-        enters: list[Task] = [entered] if gemms.entry else []
-        waits: list[list[Task]] = []
-        each: list[list[Task]] = []
-        whole_operands = gemms.whole_operands or [False] * len(gemms.products)
-        addends = gemms.addends or [()] * len(gemms.products)
-        for t, wait_flag, done_flag, remote, whole, added in zip(
-            *(gemms.products, gemms.wait_flags, gemms.done_flags, gemms.remote, whole_operands, addends), strict=True
-        ):
-            flags = flags_of_slices(wait_flag, t.a.shape[1])
-            flags = [*(flags[:1] if whole else flags), *(one.wait_flag for one in added)]
-            waits.append([memops.wait_for(one) for one in flags])
-            product = multiplied(t, [one.matrix for one in added])
-            each.append([*(enters if remote else []), product, *([memops.write(done_flag)] if done_flag else [])])
-        products: list[Task] = []
-        at = 0
-        for size in gemms.tile_interleave or [1] * len(each):
-            # A single resident block waits for each of a group before the first one has all of its tiles.
-            products += chain.from_iterable(waits[at : at + size] + each[at : at + size])
-            at += size
-        sent: list[Task] = [*enters]
-        copied: list[Task] = []
-        for send in gemms.sends:
-            queue = sent if send.remote else copied
-            width = gemms.slice_k or send.source.shape[1]
-            queue += [memops.wait_for(send.wait_flag)] if send.wait_flag else []
-            for number, flag in enumerate(flags_of_slices(send.flag, send.source.shape[1]) or [0]):
-                columns = slice(number * width, (number + 1) * width)
-                queue += [functools.partial(send.target[:, columns].copy_, send.source[:, columns])]
-                queue += [memops.write(flag)] if flag else []
-        entry = [*chain.from_iterable(gemms.entry), *([memops.write(entered.address)] if gemms.entry else [])]
-        left = [memops.write(entered.address, 0), *chain.from_iterable(gemms.exit)] if gemms.exit else []
-        parts = [part for part in (entry, products, sent, copied) if part]
-        return EmulatedLaunch(tasks, *([Concurrent(parts), *left] if len(parts) > 1 else products))
 
     def bind_sum(sources: Any, d: torch.Tensor, *, c: Any = None, beta: float = 0.0, bias: Any = None) -> Any:
         def add() -> None:
@@ -385,7 +310,6 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
     monkeypatch.setattr(binding, "FlagOpsLaunch", lambda ops: EmulatedLaunch(tasks, *ops))
     monkeypatch.setattr(binding, "copies_of", copies_of)
     monkeypatch.setattr(binding, "bind_gemm", bind)
-    monkeypatch.setattr(binding, "bind_fused", bind_fused)
     monkeypatch.setattr(binding, "bind_sum", bind_sum)
     return tasks
 
@@ -437,7 +361,7 @@ def run(
         for rank, number in runnable:
             emulated, tasks = ranks[rank][states[rank][0]]
             at = progress[rank].get(number, 0)
-            moved = machine.moved = False
+            moved = False
             while at < len(tasks[number]) and machine.done(tasks[number][at]):
                 at, moved = at + 1, True
             progress[rank][number] = at
@@ -451,7 +375,7 @@ def run(
                     progress[rank] = {}
                 else:
                     states[rank][1].add(number)
-            if moved or machine.moved:
+            if moved:
                 break
         else:
             if not stuck([replay for replay, _ in states]):
@@ -523,25 +447,9 @@ def plans(schedule: str, ranks: int) -> list[distgemm.Plan]:
     return found
 
 
-def actions_of(
-    plan: distgemm.Plan,
-    rank: int,
-    gemm_streams: int = 1,
-    *,
-    fused: bool = False,
-    separate_gemms: bool = False,
-    **execution: Any,
-) -> list[Action]:
-    """The actions of a rank; ``fused``: with a fused kernel, unless ``separate_gemms``."""
-    if fused or separate_gemms:
-        execution["execution"] = "single_kernel"
-    return lower(plan, rank, ExecutionConfig(gemm_streams=gemm_streams, **execution), separate_gemms=separate_gemms)
-
-
-def kernel_of(actions: Sequence[Action]) -> tuple[Action, SingleKernel]:
-    """The action of the fused kernel, and what it does besides its GEMMs."""
-    ((action, kernel),) = ((action, action.kernel) for action in actions if action.kernel is not None)
-    return action, kernel
+def actions_of(plan: distgemm.Plan, rank: int, gemm_streams: int = 1, **execution: Any) -> list[Action]:
+    """The actions of a rank."""
+    return lower(plan, rank, ExecutionConfig(gemm_streams=gemm_streams, **execution))
 
 
 def emulated(schedule: str, ranks: int = 2, **options: Any) -> CudaExecutable:

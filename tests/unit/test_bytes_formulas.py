@@ -343,39 +343,3 @@ def test_results_that_wait_take_as_many_slots_as_a_plan_says(name: str, results:
     plan.verify()
     with pytest.raises(ValueError, match="send_slots is an integer >= 1, got 0"):
         distgemm.make_plan(problem, name, ranks, send_slots=0)
-
-
-@pytest.mark.parametrize("name", [name for name in distgemm.list_schedules() if "stagger" in schedule_options(name)])
-def test_a_lag_takes_no_more(name: str) -> None:
-    """The same bytes over the same links; the same workspace or a slot less."""
-    for size, chunks, final_add, mechanism in itertools.product(
-        (1, 2, 3, 4), (1, 2, 4), OPTIONS["final_add"], ("push", "store")
-    ):
-
-        def made(
-            *,
-            final_add: str = final_add,
-            size: int = size,
-            chunks: int = chunks,
-            mechanism: str = mechanism,
-            **stagger: int,
-        ) -> distgemm.Plan:
-            grid = distgemm.get_schedule(name, size, chunks=chunks, final_add=final_add, **stagger).grid
-            return distgemm.make_plan(
-                problem_for(grid), name, size, chunks=chunks, final_add=final_add, mechanism=mechanism, **stagger
-            )
-
-        if "pairwise" in name and final_add == "kernel":
-            with pytest.raises(
-                ValueError, match="stagger goes with final_add='epilogue', where an owner adds chunk by chunk"
-            ):
-                made(stagger=1)
-            continue
-        plain = made()
-        slot = max((slot.bytes for slot in plain.slots[0]), default=0)
-        for stagger in range(1, chunks + 1):
-            staggered = made(stagger=stagger)
-            assert staggered.link_bytes() == plain.link_bytes()
-            for rank in range(size):
-                saved = plain.workspace_bytes(rank) - staggered.workspace_bytes(rank)
-                assert 0 <= saved <= slot, (size, chunks, stagger, final_add, mechanism, rank)

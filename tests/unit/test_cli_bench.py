@@ -122,7 +122,7 @@ def test_build_compiles_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("distgemm.gemm.nvcc.build", built.extend)
     monkeypatch.setattr("distgemm.gemm.nvcc.missing", lambda sources: sources[1:])
     done = invoke(*EXECUTIONS.split(), "2", "--build")
-    assert done.exit_code == 0 and len(built) == len(set(built)) > 10
+    assert done.exit_code == 0 and len(built) == len(set(built)) > 6
     assert f"sm_90a: {len(built) - 1} compiled, 1 there already" in done.output
     with compiling_for("90a"):
         for case in cases(["llama-3-8b"], ["qkv", "fc2"], ["ag+gemm", "gemm+rs"], [2048], 2, 8):
@@ -130,7 +130,7 @@ def test_build_compiles_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> Non
             for config in todo.candidates:
                 assert set(sources_of(case.problem, case.pattern, 2, [config], rank=1)) <= set(built), config
     files = {source.file for source in built}
-    assert files == {"flags.cu", "gemm.cu", "per_tile.cu"}
+    assert files == {"gemm.cu", "per_tile.cu"}
 
 
 def test_resume_measures_what_is_missing(measured: list[dict[str, Any]], tmp_path: Path) -> None:

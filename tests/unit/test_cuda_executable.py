@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,9 +17,8 @@ import distgemm
 from distgemm import api
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.flags import WAIT, WRITE, WRITE_DOUBLE, MemOp, flag_ops
-from distgemm.gemm.fused.gemms import FusedGemms
-from distgemm.gemm.fused.kernel import fused_source
-from distgemm.plan.ops import Wait
+from distgemm.gemm.tensors import spec_of
+from distgemm.plan.ops import Gemm, Wait
 from distgemm.runtime.collective import CollectiveExecutable
 from distgemm.runtime.cuda import binding, executable, flag_kernel, memops
 from distgemm.runtime.cuda import compile as compilation
@@ -38,8 +36,6 @@ from tests.unit.cuda_emulation import (
     GATHER_B,
     GATHERS,
     ONE_TERM,
-    PAIRWISE,
-    PAIRWISE_ALL_REDUCE,
     Data,
     Emulated,
     EmulatedLaunch,
@@ -48,135 +44,37 @@ from tests.unit.cuda_emulation import (
     emulated,
     machine_of,
     plans,
-    unused,
 )
-
-FUSED = {"execution": "single_kernel"}
-
 
 # --- from actions to launches ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize(
-    ("schedule", "mechanism", "transport", "mode"),
-    [
-        (GATHERS[0], "push", "copy_engine", "m"),
-        (GATHER_B, "push", "copy_engine", "m"),
-        (CHAINS[0], "push", "copy_engine", "m"),
-        (CHAINS[1], "store", "copy_engine", "m"),
-        (ALL_REDUCES[0], "store", "copy_engine", "m"),
-        (ALL_REDUCES[0], "store", "sm", "m"),
-        (PAIRWISE, "store", "copy_engine", "m"),
-        (PAIRWISE, "store", "copy_engine", "n"),
-        (PAIRWISE_ALL_REDUCE, "store", "sm", "n"),
-    ],
+    ("schedule", "mechanism"),
+    [(GATHERS[0], "push"), (GATHER_B, "push"), (CHAINS[0], "push"), (CHAINS[1], "store"), (ALL_REDUCES[0], "store")],
 )
 def test_sources_name_the_kernels_of_all_ranks(
-    schedule: str, mechanism: str, transport: str, mode: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+    schedule: str, mechanism: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What compile builds, before any tensor is known. Calls with a bias need the same kernel."""
+    """What compile builds, before any tensor is known. Calls with a bias need the same kernels."""
     monkeypatch.setattr(CutlassProvider, "arch", "90a")
-    plan = distgemm.make_plan(
-        distgemm.GemmProblem(64 * ranks, 64 * ranks, 64 * ranks),
-        schedule,
-        ranks,
-        sync="barrier",
-        chunks=2,
-        mechanism=mechanism,
-        **({"final_add": "epilogue", "chunk_mode": mode} if "pairwise" in schedule else {}),
-    )
-    if ranks == 1:
-        transport = "copy_engine"  # nothing is copied
+    problem = distgemm.GemmProblem(64 * ranks, 64 * ranks, 64 * ranks)
+    plan = distgemm.make_plan(problem, schedule, ranks, sync="barrier", chunks=2, mechanism=mechanism)
     for rank in range(ranks):
         for c in (False, True):
             workspace = Machine(ranks, plan.workspace_bytes(rank)).workspaces[rank]
-            binder = Emulated(plan, rank, workspace, transport=transport, **FUSED).binder
+            binder = Emulated(plan, rank, workspace, 1, wait_by="kernel").binder
             monkeypatch.setattr(binding, "get_provider", lambda name: CutlassProvider("90a"))
-            kernel, flags = binder.sources(c=c)
-            wanted = "DG_GATHER" if schedule.startswith("all_gather") or ranks == 1 else "DG_REDUCE"
-            wanted = "DG_REDUCE_SEND" if transport == "sm" else wanted
-            assert dict(kernel.macros)["DG_KIND"] == wanted and flags.file == "flags.cu"
+            *kernels, flags = binder.sources(c=c)
+            assert flags.file == "flags.cu"
             biased = binder._dense_call(c=c, turned_b=False)
             biased.call.bias = biased.call.shards["D"][0, 0]
-            (gemms,) = [biased.fused_gemms(action) for action in binder.actions if action.kernel]
-            assert fused_source(gemms) == kernel
-            given = [one.bias is not None for one in gemms.products]
-            assert any(given) and not any(map(operator.and_, given, gemms.remote))
-
-
-@pytest.fixture
-def fused(monkeypatch: pytest.MonkeyPatch, recorded: list[Task]) -> list[FusedGemms]:
-    """The arguments of fused kernels, which are not launched."""
-    found: list[FusedGemms] = []
-    monkeypatch.setattr(binding, "bind_fused", lambda gemms, config: found.append(gemms) or (lambda stream: None))
-    return found
-
-
-def test_the_fused_kernel_gets_the_groups_to_interleave(recorded: list[Task], fused: list[FusedGemms]) -> None:
-    problem = distgemm.GemmProblem(64, 16, 64, dtype="float32")
-    for options, wanted in (({}, ()), ({"stagger": 2}, (1, 1, 2, 2, 1, 1))):
-        plan = distgemm.make_plan(problem, CHAINS[0], 2, chunks=4, sync="barrier", mechanism="store", **options)
-        one = Emulated(plan, 1, machine_of([plan]).workspaces[1], **FUSED)
-        one.tasks(Data(plan, 0).calls[1], recorded, 0)
-        assert fused.pop().tile_interleave == wanted
-
-
-@pytest.mark.parametrize(
-    ("schedule", "transport", "options", "rate"),
-    [
-        (CHAINS[0], "copy_engine", {"mechanism": "store"}, binding.STORE_RATE),
-        (CHAINS[0], "copy_engine", {"send_slots": 2}, 0.0),  # its sums stay here until copy engines copy them
-        (ALL_REDUCES[0], "sm", {"mechanism": "store"}, binding.STORE_RATE),
-        (GATHERS[0], "copy_engine", {}, 0.0),
-        (GATHERS[0], "copy_engine_slices", {}, 0.0),
-        (GATHERS[0], "sm", {}, binding.SEND_RATE),
-    ],
-)
-def test_what_kernels_write_at_peers_is_paced(
-    schedule: str,
-    transport: str,
-    options: dict[str, Any],
-    rate: float,
-    recorded: list[Task],
-    fused: list[FusedGemms],
-) -> None:
-    problem = distgemm.GemmProblem(64, 16, 1152, dtype="float32")
-    plan = distgemm.make_plan(problem, schedule, 2, chunks=2, sync="barrier", **options)
-    one = Emulated(plan, 1, machine_of([plan]).workspaces[1], transport=transport, **FUSED)
-    one.tasks(Data(plan, 0).calls[1], recorded, 0)
-    (gemms,) = fused
-    assert gemms.link_rate == rate
-    remote = [send.remote for send in gemms.sends]
-    assert remote == ([True, False] * 2 if schedule.startswith("all_reduce") else [True] * len(remote))
-    assert all(bool(send.flag) == send.remote for send in gemms.sends)
-    assert list(gemms.whole_operands) == [False, False, transport == "copy_engine_slices", False]
-
-
-def test_a_fused_kernel_that_is_alone_enters_and_leaves_the_replay(
-    recorded: list[Task], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Something else is launched only where A is gathered, or where the flags do not fit into one kernel."""
-    monkeypatch.setattr(binding, "bind_flag_ops", lambda phases, device: EmulatedLaunch(recorded, memops.write(-1)))
-
-    def launches(schedule: str, gathered: bool = False, transport: str = "copy_engine", **options: Any) -> int:
-        """How many actions launch something, and the exit."""
-        problem = distgemm.GemmProblem(32, 16, 1152 * 2, dtype="float32")
-        plan = distgemm.make_plan(problem, schedule, 2, sync="barrier", **options)
-        one = Emulated(plan, 0, machine_of([plan]).workspaces[0], transport=transport, **FUSED)
-        call = Data(plan, 0).calls[0]
-        if not gathered:
-            call.shards.pop("gathered", None)
-        return sum(bool(tasks) for tasks in one.tasks(call, recorded, 0))
-
-    assert launches(CHAINS[0], mechanism="store") == 1
-    assert launches(ALL_REDUCES[0], mechanism="store", transport="sm") == 1
-    assert launches(ALL_REDUCES[0], mechanism="store") > 3
-    assert launches(GATHERS[0], transport="sm") == 1
-    assert launches(GATHERS[0], transport="sm", gathered=True) == 3
-    assert launches(GATHERS[0]) > 3  # copies are on another stream
-    monkeypatch.setattr(binding, "fits", lambda phases: len(phases[0]) > 1)
-    assert launches(CHAINS[0], mechanism="store") == 3
+            ops = [op for action in binder.actions for op in action.ops if isinstance(op, Gemm)]
+            given = [biased.gemm_tensors(op)[0] for op in ops]
+            assert any(tensors.bias is not None for tensors in given)
+            wanted = CutlassProvider("90a").sources([spec_of(tensors) for tensors in given])
+            assert [source for source in kernels if source.file == "gemm.cu"] == wanted
 
 
 def test_kernels_wait_for_gemms_only(recorded: list[Task], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +178,7 @@ class PretendedGraph:
         del self.tasks[self.before :]
 
     def replay(self) -> None:
-        self.tasks.extend(map(unused, self.captured))
+        self.tasks.extend(self.captured)
 
 
 class PretendedRecording:
@@ -381,7 +279,6 @@ class Pretended:
         ExecutionConfig(ANY_TERMS),
         ExecutionConfig(ANY_TERMS, merge_copies=True),
         ExecutionConfig(ONE_TERM, gemm_streams=1, wait_by="kernel"),
-        ExecutionConfig(execution="single_kernel"),
     ],
     ids=str,
 )
@@ -551,8 +448,7 @@ def test_a_gather_that_cannot_be_issued_gives_the_workspace_up(
 def test_gathers_are_refused_before_anything_is_sent(recorded: list[Task], monkeypatch: pytest.MonkeyPatch) -> None:
     a = torch.randn(12, 8)
     for plan, execution, given, message in (
-        (of_chunks(), ExecutionConfig(ONE_TERM), a, "gemm_streams=1, got 'multi_kernel' and 2"),
-        (of_chunks(), ExecutionConfig(gemm_streams=1, **FUSED), a, "got 'single_kernel' and 1"),
+        (of_chunks(), ExecutionConfig(ONE_TERM), a, "it takes gemm_streams=1, got 2"),
         (of_chunks(), HANDS_OUT, a[1:], "A's shard on rank 0 has shape"),
         (of_chunks(), HANDS_OUT, a.t().contiguous().t(), "copied by rows"),
         (of_chunks(), HANDS_OUT, a.clone().requires_grad_(), "requires grad"),
@@ -618,18 +514,11 @@ def test_compile_refuses_arguments_before_it_asks_a_gpu(monkeypatch: pytest.Monk
     for options, message in (
         ({"plan": distgemm.make_plan(problem, GATHERS[1], 3)}, "the plan is for 3 ranks, the group has 2"),
         ({"gemm_streams": 3}, "gemm_streams is an integer from 1 to 2, got 3"),
-        ({"execution": "events"}, "execution is one of multi_kernel, single_kernel, per_tile, got 'events'"),
+        ({"execution": "events"}, "execution is one of multi_kernel, per_tile, got 'events'"),
         ({"wait_by": "events"}, "wait_by is one of memory_op, kernel, got 'events'"),
-        ({"wait_by": "kernel", "execution": "single_kernel"}, "goes with execution='multi_kernel'"),
         ({"wait_by": "kernel", "execution": "per_tile"}, "execution='per_tile' waits and copies in its kernel"),
         ({"merge_copies": 1}, "merge_copies is True or False, got 1"),
-        ({"transport": "nccl"}, "transport is one of copy_engine, copy_engine_slices, sm, got 'nccl'"),
-        (
-            {"transport": "sm"},
-            "goes with execution='single_kernel' and merge_copies=False, got 'multi_kernel' and False",
-        ),
-        ({"transport": "sm", "merge_copies": True, **FUSED}, "got 'single_kernel' and True"),
-        ({"provider": "cublas", **FUSED}, "execution='single_kernel' takes provider 'cutlass'"),
+        ({"provider": "cublas", "execution": "per_tile"}, "execution='per_tile' takes provider 'cutlass'"),
         ({"timeout": 0}, "timeout is a finite number > 0"),
         ({"on_timeout": "ignore"}, "on_timeout is one of raise, abort, got 'ignore'"),
         ({"schedule": "auto", "pattern": "ag+gemm"}, "pattern and tune are for a problem"),

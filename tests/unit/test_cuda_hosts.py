@@ -6,20 +6,25 @@ import ctypes
 import random
 import threading
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import distgemm
+from distgemm.gemm import get_provider
+from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.plan.exchanges import Exchange
 from distgemm.plan.ops import Copy, Signal, Wait, link_of
 from distgemm.runtime.cuda import nccl
+from distgemm.runtime.cuda.binding import Binder
 from distgemm.runtime.cuda.lowering import GEMM_STREAM, lower
 from distgemm.runtime.cuda.lowering.actions import exchanges_of
 from distgemm.runtime.cuda.watched import awaited
 from distgemm.runtime.cuda.workspace import FlagValues, Stage, Step
 from distgemm.runtime.executable import ExecutionConfig
 from distgemm.schedulers import schedule_mesh_rank, schedule_options
+from tests.gpu import test_hosts
 from tests.unit.cuda_emulation import Data, Emulated, Task, machine_of, record_launches, run
 from tests.unit.test_cuda_watchdog import Freeing
 
@@ -234,6 +239,22 @@ def test_queued_calls_give_their_result_or_nan_when_a_rank_stops(
                 assert (found.isnan() | (found == wanted)).all(), (replay, rank)
                 lost += int(found.isnan().any())
     assert lost and machine.aborted == set(range(4)) - {silent}
+
+
+@pytest.mark.parametrize("mesh", [(2, 2), (2, 4)], ids=str)
+def test_providers_support_all_that_the_cases_for_gpus_multiply(mesh: tuple[int, int]) -> None:
+    asked = 0
+    with patch.object(CutlassProvider, "arch", "90a"):
+        for case in test_hosts.cases(mesh):
+            plan, config = case.plan(), ExecutionConfig(**case.execution_options())
+            for rank in range(plan.world_size):
+                binder = Binder(plan, rank, torch.device("cuda", 0), config)
+                for spec, _ in binder.kernels(c=bool(case.beta)):
+                    status = get_provider(binder.provider).supports(spec, binder.config)
+                    assert status, (case, status.reason)
+                    asked += 1
+                binder.sources(c=bool(case.beta))
+    assert asked > len(test_hosts.cases(mesh))
 
 
 def test_flags_of_a_host(recorded: list[Task]) -> None:

@@ -57,6 +57,7 @@ ACCEPTED = {
     "all_gather_1d_bidirectional_split_a": ("ag+gemm", (2, 3, 1)),
     "all_gather_1d_ring_a": ("ag+gemm", (3, 2, 1)),
     GATHER: ("ag+gemm", (1, 2, 3)),
+    "all_reduce_1d_one_shot_a": ("gemm+ar", (1, 2, 3)),
     "all_reduce_1d_pairwise_a": ("gemm+ar", (1, 2, 3)),
     "all_reduce_1d_tiling_a_rotating_c": ("gemm+ar", (3, 2, 1)),
     BY_COLUMNS: ("gemm+ar", (3, 2, 1)),
@@ -71,7 +72,6 @@ REFUSED = {
     "all_gather_1d_tiling_k_rotating_a": "a schedule that gathers A",
     "all_to_all_1d_pairwise_xor_a": "one shard of columns of A in each iteration, all ranks at the same distances",
     "all_to_all_1d_pairwise_xor_d": "one shard of columns in each iteration, all ranks at the same distances",
-    "all_reduce_1d_one_shot_a": "one shard of rows in each iteration",
     "reduce_scatter_1d_tiling_b_rotating_c": "scatters rows of D",
 }
 
@@ -85,9 +85,11 @@ def test_every_schedule_is_executed_or_refused_by_name(schedule: str) -> None:
         gemm = gemm_of(plan)
         assert (gemm.traits.pattern, gemm.distances) == ACCEPTED[schedule]
         a, d = plan.shard_shape("A", 1), plan.shard_shape("D", 1)
-        by_columns = schedule == BY_COLUMNS
-        assert (gemm.m, gemm.n, gemm.k) == ((512, d[1] // 4, a[1]) if by_columns else (128, d[1], a[1]))
+        by_columns, one_shot = schedule == BY_COLUMNS, schedule == "all_reduce_1d_one_shot_a"
+        n = d[1] // 4 if by_columns else d[1]
+        assert (gemm.m, gemm.n, gemm.k) == (512 if by_columns or one_shot else 128, n, a[1])
         assert gemm.by_columns == by_columns
+        assert gemm.traits.one_shot == one_shot and gemm.order.ranks == (1 if one_shot else 4)
         assert gemm.traits.sends == gemm.traits.gathers == (gemm.traits.pattern in {"ag+gemm", "a2a+gemm"})
     else:
         message = REFUSED[schedule] if axes == 1 else r"one axis, got the mesh \(2, "
@@ -210,6 +212,31 @@ def test_flags_are_named_as_the_kernel_numbers_them(pattern: str, cluster: tuple
     assert [gemm.slot_of(number) for number in range(gemm.flags)] == wanted
 
 
+def one_shot_gemm(ranks: int = 3, m: int = 40) -> RankGemm:
+    traits = KernelTraits("gemm+ar", (64, 128), (1, 2), True, one_shot=True)
+    return RankGemm(traits, tuple(range(1, ranks)), m, 328, 640)
+
+
+def test_flags_of_a_one_shot_kernel() -> None:
+    """Each rank has slots for all ranks' sums of all tiles, its own ones first; and no results come."""
+    gemm = one_shot_gemm()
+    wanted = [(distance, f"the partial sum of tile (0, {column}) of D") for distance in range(3) for column in range(4)]
+    assert [gemm.slot_of(number) for number in range(gemm.flags)] == wanted
+    assert gemm.slot_bytes == 12 * 64 * 128 * 2 and not gemm.traits.takes
+    assert [(tile.distance, tile.column) for tile in gemm.order] == [(0, 0), (0, 1)]
+
+
+@pytest.mark.parametrize("m", [1, 5, 64, 100])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_one_shot_plans_of_any_rows(m: int, ranks: int) -> None:
+    plan = distgemm.make_plan(GemmProblem(m, 1024, 512 * ranks), "all_reduce_1d_one_shot_a", ranks, sync="barrier")
+    gemm = gemm_of(plan)
+    assert (gemm.m, gemm.n, gemm.k, gemm.ranks) == (m, 1024, 512, ranks)
+    assert gemm.traits.tile == (64, 64) and gemm_of(plan, "128x128x64_2x1_pingpong").traits.one_shot
+    wide = distgemm.make_plan(GemmProblem(m, 16384, 512 * ranks), "all_reduce_1d_one_shot_a", ranks, sync="barrier")
+    assert gemm_of(wide).traits.tile == (64, 128)
+
+
 # --- parameters -----------------------------------------------------------------------------------------
 
 
@@ -233,6 +260,8 @@ def _driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tensors_of(gemm: RankGemm, terms: bool = False) -> dict[str, Any]:
     pattern, all_rows, all_k = gemm.traits.pattern, gemm.ranks * gemm.m, gemm.ranks * gemm.k
+    if gemm.traits.one_shot:
+        all_rows = gemm.m
     to_owners, from_holders = pattern == "gemm+a2a", pattern == "a2a+gemm"
     shapes = {
         "a": (gemm.m if pattern in {"ag+gemm", "gemm+a2a"} else all_rows, gemm.k),
@@ -264,6 +293,16 @@ def test_parameters_move_to_other_tensors(pattern: str, terms: bool) -> None:
     moved.move(*at)
     assert bytes(moved) == bytes(wanted)
     assert (moved.workspaces.rank, moved.workspaces.executable, moved.terms.alpha) == (1, 3, 2.0)
+
+
+@pytest.mark.usefixtures("_driver")
+@pytest.mark.parametrize("m", [1, 40])
+def test_a_one_shot_kernel_has_one_matrix_and_all_ranks(m: int) -> None:
+    gemm = one_shot_gemm(m=m)
+    params = params_of(gemm, space_of(gemm, 1), **tensors_of(gemm))
+    assert (params.order.ranks, params.order.lead, params.workspaces.ranks, params.workspaces.rank) == (1, 0, 3, 1)
+    for descriptor, columns in ((params.a, 640), (params.d, 328)):
+        assert tuple(Recorded.from_buffer_copy(descriptor).extents) == (columns, m, 1)
 
 
 @pytest.mark.usefixtures("_driver")
@@ -584,14 +623,14 @@ def test_what_tma_cannot_read_is_copied_if_that_is_allowed(
         call = (given["a"], given["b"], given["c"])
         with pytest.raises(ValueError, match=r"multiple of 16 bytes|contiguous"):
             Pretended(pattern, monkeypatch).exe(*call, beta=1.0, bias=given["bias"])
-        there = Pretended(pattern, monkeypatch, fallback=True)
+        there = Pretended(pattern, monkeypatch, copies=True)
         caplog.clear()
         for _ in range(2):
             assert there.exe(*call, beta=1.0, bias=given["bias"]).shape == d.shape
         assert len(there.launched) == 2 and len(caplog.records) == 1 and message in caplog.text
         assert all(traits == there.exe.gemm.traits for traits, _, _ in there.launched)  # all copies have rows
         assert Params.from_buffer_copy(there.launched[-1][1]).shard % 16 == 0
-    there = Pretended(pattern, monkeypatch, fallback=True)
+    there = Pretended(pattern, monkeypatch, copies=True)
     caplog.clear()
     there.exe(a, b, torch.zeros_like(d), beta=1.0, bias=bias[: d.shape[1] // 2].repeat(2))
     assert Params.from_buffer_copy(there.launched[-1][1]).shard == a.data_ptr() and not caplog.records
@@ -650,10 +689,10 @@ def test_all_ranks_learn_of_a_plan_that_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 def test_options_that_do_not_go_together() -> None:
-    for given in ({"wait_by": "kernel"}, {"merge_copies": True}, {"transport": "sm"}, {"provider": "cublas"}):
-        with pytest.raises(ValueError, match=r"per_tile|single_kernel"):
+    for given in ({"wait_by": "kernel"}, {"merge_copies": True}, {"provider": "cublas"}):
+        with pytest.raises(ValueError, match="execution='per_tile'"):
             ExecutionConfig(execution="per_tile", **given)  # type: ignore[arg-type]
-    assert EXECUTION.provider == "cutlass" and not EXECUTION.single_kernel
+    assert EXECUTION.provider == "cutlass"
 
 
 # --- the watchdog ---------------------------------------------------------------------------------------
@@ -682,6 +721,19 @@ def test_the_message_says_what_a_replay_waits_for(monkeypatch: pytest.MonkeyPatc
     assert ranks == [] and "its kernel has not ended" in text
     found = explain_hang(exe, values_of(exe, 8, [0], [8, 8, 8]), 2.0)
     assert found.startswith(f"{SCATTER} on rank 1 of 3 has not ended within 2 s: it waits for rank 2 at")
+
+
+@pytest.mark.usefixtures("pretended", "_driver")
+def test_a_one_shot_replay_waits_for_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own sums are missing, too, for tiles that it has not begun."""
+    monkeypatch.setitem(SCHEDULES, "gemm+ar", "all_reduce_1d_one_shot_a")
+    exe = Pretended("gemm+ar", monkeypatch).exe
+    parts = exe.gemm.parts
+    text, ranks = exe.awaited(values_of(exe, 8, [3, 4, 2 * parts + 3, 2 * parts + 4], [8, 8, 8]))
+    assert ranks == [0] and text.startswith("it waits for rank 0 at the partial sum of tile (")
+    assert text.endswith("of D (and 1 more)")
+    text, ranks = exe.awaited(values_of(exe, 8, [3], [8, 8, 8]))
+    assert ranks == [] and text.startswith("it waits for rank 1 at")
 
 
 def watched_of(workspace: EpochWorkspace) -> Any:

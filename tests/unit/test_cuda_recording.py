@@ -13,8 +13,6 @@ import torch
 import distgemm
 from distgemm.gemm import GemmTensors
 from distgemm.gemm.cutlass import as_matrix
-from distgemm.gemm.fused.arguments import FusedArguments, place
-from distgemm.gemm.fused.gemms import COUNTERS, FusedGemms
 from distgemm.gemm.launches import FixedLaunch, KernelLaunch, address_cells
 from distgemm.gemm.parameters import Arguments, Terms
 from distgemm.gemm.sums import _Arguments as SumArguments  # noqa: PLC2701  (its addresses are checked)
@@ -66,11 +64,6 @@ def structs(monkeypatch: pytest.MonkeyPatch) -> None:
         found.terms.bias = None if t.bias is None else t.bias.data_ptr()
         return StructLaunch(found)
 
-    def bind_fused(gemms: FusedGemms, config: Any) -> StructLaunch:
-        found = FusedArguments()
-        place(found, gemms, [len(gemms.sends)] if gemms.sends and not gemms.has_partial_sums else ())
-        return StructLaunch(found)
-
     def bind_sum(sources: Any, d: torch.Tensor, *, c: Any = None, beta: float = 0.0, bias: Any = None) -> StructLaunch:
         found = SumArguments(*d.shape[-2:], 1, len(sources))
         for number, source in enumerate(sources):
@@ -79,7 +72,7 @@ def structs(monkeypatch: pytest.MonkeyPatch) -> None:
         found.bias = None if bias is None else bias.data_ptr()
         return StructLaunch(found)
 
-    for name, value in {"bind_gemm": bind_gemm, "bind_fused": bind_fused, "bind_sum": bind_sum}.items():
+    for name, value in {"bind_gemm": bind_gemm, "bind_sum": bind_sum}.items():
         monkeypatch.setattr(binding, name, value)
     done = recording.runtime.cudaError_t.cudaSuccess
     pretended = SimpleNamespace(
@@ -101,13 +94,9 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (GATHERS[0], {"chunks": 2}, {}),
     (GATHERS[0], {"mechanism": "pull"}, {}),
     (GATHERS[1], {"chunks": 2}, {"merge_copies": True}),
-    (GATHERS[0], {"chunks": 2}, {"execution": "single_kernel"}),
-    (GATHERS[0], {"chunks": 2}, {"execution": "single_kernel", "transport": "sm"}),
     (CHAINS[0], {"chunks": 2, "mechanism": "store"}, {}),
-    (CHAINS[0], {"chunks": 2, "mechanism": "store"}, {"execution": "single_kernel"}),
     (PAIRWISE, {"chunks": 2}, {}),
-    (PAIRWISE, {"mechanism": "store", "final_add": "epilogue"}, {"execution": "single_kernel"}),
-    (ALL_REDUCES[0], {"chunks": 2, "mechanism": "store"}, {"execution": "single_kernel", "transport": "sm"}),
+    (PAIRWISE, {"mechanism": "store", "final_add": "epilogue"}, {}),
     (ALL_REDUCES[0], {"chunks": 2, "mechanism": "store"}, {}),
 ]
 
@@ -131,7 +120,6 @@ def test_a_moved_recording_is_that_of_the_other_tensors(
     )
     workspace = machine_of([plan]).workspaces[1]
     binder = Emulated(plan, 1, workspace, **execution).binder
-    binder.counters = torch.zeros(COUNTERS, dtype=torch.int32)
     first, second = (Data(plan, seed, 2.0, float(terms), bias=terms).calls[1] for seed in (0, 1))
 
     def given(call: Any) -> list[torch.Tensor | None]:

@@ -61,16 +61,6 @@ def test_the_message_says_what_a_replay_waits_for(stage: Stage, values: dict[str
     assert "cannot be read" in explain_hang(exe, None, 2.0)
 
 
-def test_the_message_knows_slices() -> None:
-    plan = distgemm.make_plan(distgemm.GemmProblem(16, 16, 4096), GATHERS[0], 2, sync="barrier", chunks=2)
-    workspace = machine_of([plan]).workspaces[0]
-    exe = Emulated(plan, 0, workspace, execution="single_kernel", transport="sm").exe
-    for missing in range(8):
-        flags = [int(number != missing) for number in range(8)]
-        found = explain_hang(exe, FlagValues(0, 1, Stage.BODY, [1] * 2, [1] * 2, flags), 2.0)
-        assert re.search(rf"waits for rank 1 at .*arrival flag {missing}@0, from rank 1$", found), found
-
-
 def content(flags: torch.Tensor) -> bytes:
     """What a copy of flags has, and a word behind them."""
     return flags.to(torch.int32).numpy().tobytes() + bytes(4)
@@ -327,7 +317,6 @@ class Freeing:
 
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("mode", [{}, {"execution": "single_kernel"}], ids=["multi_kernel", "single_kernel"])
 @pytest.mark.parametrize(
     ("schedule", "options"),
     [
@@ -341,12 +330,10 @@ class Freeing:
     ],
 )
 def test_queued_calls_of_a_dead_workspace_give_their_result_or_nan(
-    schedule: str, options: dict[str, Any], mode: dict[str, Any], seed: int, recorded: list[Any]
+    schedule: str, options: dict[str, Any], seed: int, recorded: list[Any]
 ) -> None:
     """A rank stops anywhere. Others have issued several calls, not equally many; each D element is right or NaN."""
-    if mode and options.get("mechanism") == "pull":
-        pytest.skip("the fused kernel takes no pulled plans")
-    ranks, order = 3, random.Random(f"{schedule} {options} {mode} {seed}")
+    ranks, order = 3, random.Random(f"{schedule} {options} {seed}")
     plan = distgemm.make_plan(
         distgemm.GemmProblem(24, 24, 48, dtype="float32"), schedule, ranks, sync="barrier", **options
     )
@@ -355,7 +342,7 @@ def test_queued_calls_of_a_dead_workspace_give_their_result_or_nan(
     todo: list[list[Any]] = [[] for _ in range(ranks)]
     data = [Data(plan, 10 * seed + replay) for replay in range(6)]
     for rank in range(ranks):
-        one = Emulated(plan, rank, machine.workspaces[rank], **mode)
+        one = Emulated(plan, rank, machine.workspaces[rank])
         for replay, drawn in enumerate(data[: 6 - order.randrange(3) * (rank != silent)]):
             drawn.calls[rank].shards.pop("gathered", None)
             todo[rank].append((one, one.tasks(drawn.calls[rank], recorded, replay % 2)))

@@ -36,6 +36,15 @@ def test_two_ranks() -> None:
     assert check(2, [everyone(2)] * 10) > 500
 
 
+def test_one_shot_replays() -> None:
+    """Ranks have slots for their own sums, too; beside replays that have none, and where ranks die."""
+    replays = [everyone(2, itself=True), everyone(2), everyone(2, itself=True)]
+    assert check(2, replays) > 500
+    for seed in range(300):
+        walk(3, [everyone(3, itself=itself) for itself in (True, False, True, True)], seed)
+        walk(2, [*replays, replays[0]], seed, Protocol(mortal=True))
+
+
 @pytest.mark.sample(0)
 def test_all_orders_of_three_ranks() -> None:
     assert check(3, [everyone(3)] * 3) > 200_000

@@ -22,7 +22,7 @@ from filelock import FileLock
 
 from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec
 from distgemm.gemm import nvcc as compiler
-from distgemm.gemm.cutlass import KernelKind, kernel_source
+from distgemm.gemm.cutlass import kernel_source
 from distgemm.gemm.nvcc import (
     CacheError,
     CompileError,
@@ -200,22 +200,22 @@ def test_the_name_depends_on_all_that_the_cubin_is_made_from(nvcc: Nvcc, monkeyp
 
 
 def test_the_name_depends_on_included_headers(nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only fused kernels include this one."""
-    matrix = MatrixSpec("bfloat16", 256, 256)
-    tile = GemmConfig.parse("128x128x64_2x1_pingpong")
+    """Only kernels that take scales of blocks include this one."""
+    eighths = MatrixSpec("float8_e4m3fn", 256, 256)
+    plain = GemmSpec(eighths, eighths, MatrixSpec("bfloat16", 256, 256))
+    scaled = replace(plain, scale_a="1x128", scale_b="128x128")
+    tile = GemmConfig.parse("128x128x128_2x1_cooperative")
 
     def names() -> list[Path]:
-        kinds: tuple[KernelKind, ...] = ("one_gemm", "gather", "reduce")
-        spec = GemmSpec(matrix, matrix, matrix, partial=matrix)
-        return [cubin_path(kernel_source(spec, tile, "90a", kind)) for kind in kinds]
+        return [cubin_path(kernel_source(spec, tile, "90a")) for spec in (plain, scaled)]
 
     def changed(path: Path) -> str:
-        return path.read_text() + "// changed" * (path.name == "fused.cuh")
+        return path.read_text() + "// changed" * (path.name == "blockwise.cuh")
 
     before = names()
     monkeypatch.setattr(compiler, "read_source", changed)
-    assert [one == other for one, other in zip(before, names(), strict=True)] == [True, False, False]
-    assert len(nvcc.calls) == 5
+    assert [one == other for one, other in zip(before, names(), strict=True)] == [True, False]
+    assert len(nvcc.calls) == 3
 
 
 # --- damaged cubins -----------------------------------------------------------------------------------

@@ -15,8 +15,6 @@ import torch
 from distgemm.gemm import GemmConfig, GemmTensors, cutlass, parameters
 from distgemm.gemm.cubins import Fact, read_facts
 from distgemm.gemm.cutlass import CutlassProvider, arguments_of, kernel_source
-from distgemm.gemm.fused.gemms import COUNTERS, FusedGemms
-from distgemm.gemm.fused.kernel import fused_arguments, fused_parameter
 from distgemm.gemm.nvcc import KernelSource, command, find_nvcc
 from distgemm.gemm.parameters import (
     Arguments,
@@ -28,7 +26,6 @@ from distgemm.gemm.parameters import (
     order_of_tiles,
 )
 from distgemm.gemm.tensors import spec_of
-from tests.unit import test_fused_gemms as fused
 
 REFERENCE = Path(__file__).parent / "data" / "reference.cu"
 PROVIDER = CutlassProvider("90a")
@@ -251,77 +248,6 @@ def test_the_parameter_of_one_gemm_is_cutlass_s(case: tuple[Any, ...], tmp_path:
         compiled = compiled or compile_both(source, tmp_path)
         given = arguments_of(tensors, spec, source, config, PROVIDER)
         compare(compiled, given, gemm_parameter(compiled.layout, config, given))
-
-
-def with_handshake(gemms: FusedGemms) -> FusedGemms:
-    phases = [[fused.MemOp(True, 8, 1)], [fused.MemOp(False, 16, 0, double=True)]]
-    counters = torch.zeros(COUNTERS, dtype=torch.int32)
-    return FusedGemms(**{**vars(gemms), "counters": counters, "entry": phases, "exit": phases})
-
-
-def sending(slice_k: int) -> FusedGemms:
-    own, received, d = fused.bfloat16(256, 256), fused.bfloat16(3, 256, 256), fused.bfloat16(4, 256, 1024)
-    b, slots = fused.bfloat16(1024, 256), fused.bfloat16(3, 256, 256)
-    products = [GemmTensors(x, b, d[i]) for i, x in enumerate((own, *received))]
-    sends = [fused.FusedSend(own[: 256 - 64 * i], slots[i][: 256 - 64 * i], 8 * i) for i in range(3)]
-    counters = torch.zeros(COUNTERS, dtype=torch.int32)
-    flags: tuple[Any, ...] = ([0, 8, 16, 24], [0] * 4, [False] * 4)
-    return FusedGemms(products, "a", *flags, counters, sends, slice_k=slice_k, link_rate=320.0, tile_interleave=(1, 3))
-
-
-def scaled(gemms: FusedGemms) -> FusedGemms:
-    scale = {"scale_a": torch.ones(1), "alpha": 0.5}
-    return FusedGemms(**{**vars(gemms), "products": [GemmTensors(**{**vars(x), **scale}) for x in gemms.products]})
-
-
-def columns() -> FusedGemms:
-    """Parts of B arrive, and D has their columns."""
-    a, own, received = fused.bfloat16(64, 32), fused.bfloat16(48, 32), fused.bfloat16(2, 48, 32)
-    d, bias = fused.bfloat16(64, 144), fused.bfloat16(144)
-    at = [slice(0, 48), slice(48, 96), slice(96, 144)]
-    products = [GemmTensors(a, b, d[:, of], bias=bias[of]) for b, of in zip((own, *received), at, strict=True)]
-    return FusedGemms(products, "b", [0, 8, 16], [0] * 3, [False] * 3)
-
-
-FUSED: dict[str, tuple[str, list[Any]]] = {
-    "gather": (
-        "128x128x64_2x1_cooperative",
-        [lambda: sending(64), lambda: sending(32), lambda: sending(0), lambda: scaled(sending(128)), columns],
-    ),
-    "gather with C": (
-        "64x128x64_1x2_pingpong",
-        [fused.gather, lambda: with_handshake(fused.gather()), lambda: scaled(fused.gather(tile_interleave=(1, 2)))],
-    ),
-    "gather direct": ("128x64x64_1x1_pingpong_direct", [lambda: sending(64), fused.gather]),
-    "reduce": (
-        "128x128x64_2x1_pingpong",
-        [
-            fused.reduce,
-            lambda: scaled(with_handshake(fused.reduce_several())),
-            fused.chunks_of_columns,
-            lambda: fused.reduce(link_rate=320.0, tile_interleave=(1, 2, 1)),
-        ],
-    ),
-    "reduce_send": (
-        "64x256x64_1x2_pingpong",
-        [fused.reduce_send, lambda: with_handshake(fused.reduce_send())],
-    ),
-}
-
-
-@pytest.mark.sample(0)  # as above
-@pytest.mark.usefixtures("driver")
-@pytest.mark.parametrize("name", FUSED)
-def test_the_parameter_of_a_fused_kernel_is_cutlass_s(name: str, tmp_path: Path) -> None:
-    text, makers = FUSED[name]
-    config, compiled = GemmConfig.parse(text), None
-    for make in makers:
-        gemms = make()
-        source = kernel_source(gemms.spec, config, "90a", gemms.kind)
-        base = arguments_of(gemms.template, gemms.spec, source, config, PROVIDER, gemms.kind)
-        compiled = compiled or compile_both(source, tmp_path)
-        given = fused_arguments(gemms, config, base)
-        compare(compiled, given, fused_parameter(compiled.layout, config, given))
 
 
 @pytest.mark.usefixtures("driver")

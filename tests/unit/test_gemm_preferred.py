@@ -12,10 +12,8 @@ import torch
 import torch.distributed as dist
 
 import distgemm
-from distgemm.gemm import GemmConfig, GemmSpec, GemmTensors, MatrixSpec, select
+from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec, select
 from distgemm.gemm.cutlass import CutlassProvider, kernel_source
-from distgemm.gemm.fused.gemms import FusedGemms
-from distgemm.gemm.fused.kernel import fused_source, near_best_sources
 from distgemm.gemm.nvcc import KernelSource, build
 from distgemm.gemm.select import CACHE, NEAR_BEST, estimate, gpu_name, key_of
 from distgemm.gemm.target import compiling_for
@@ -99,29 +97,6 @@ def test_without_a_compiler_the_selection_is_the_best(monkeypatch: pytest.Monkey
     assert selected(SHAPES[0]) == source_of(SHAPES[0], HOPPER.configs(SHAPES[0])[0])
 
 
-def fused(paced: bool) -> FusedGemms:
-    a, b, d = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((4, 1024, 256), (4096, 256), (4, 1024, 4096)))
-    products = [GemmTensors(a[i], b, d[i], partial=d[i - 1] if i else None, padded=True) for i in range(4)]
-    flags: list[Any] = [[0, 8, 8, 8], [8, 8, 8, 0], [True, True, True, False]]
-    return FusedGemms(products, "a", *flags, link_rate=360.0 if paced else 0.0)
-
-
-@pytest.mark.parametrize("paced", [False, True])
-def test_fused_kernels(paced: bool) -> None:
-    """Where stores are paced, only pingpong kernels stand for one another."""
-    gemms = fused(paced)
-    near = near_best_sources(gemms)
-    assert len(near) > 1 and fused_source(gemms) == near[0]
-    assert not paced or all("pingpong" in source.name for source in near)
-    build([near[-1]], progress=False)
-    assert fused_source(gemms) == near[-1]
-    given = GemmConfig.parse("256x128x64_2x1_cooperative")
-    assert near_best_sources(gemms, given) == [fused_source(gemms, given)] != [near[-1]]
-    combined = key_of(gemms.combined_spec)
-    CACHE.record(gpu_name(), {combined: {"config": str(given)}})
-    assert (near_best_sources(gemms) == [fused_source(gemms, given)]) is not paced
-
-
 # --- ranks ----------------------------------------------------------------------------------------------
 
 
@@ -159,11 +134,10 @@ def test_one_rank_asks_nobody() -> None:
 # --- what calls say -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("execution", [{}, {"execution": "single_kernel", "gemm_streams": 1}])
-def test_the_choices_of_a_plan_are_those_of_its_sources(execution: dict[str, Any]) -> None:
+def test_the_choices_of_a_plan_are_those_of_its_sources() -> None:
     """Kernels of other choices come into the sources as soon as they are there."""
     plan = distgemm.make_plan(GemmProblem(8192, 8192, 4096), "gemm+rs", 2, chunks=2, sync="barrier")
-    binder = Binder(plan, 0, torch.device("cuda", 0), ExecutionConfig(provider="cutlass", **execution))
+    binder = Binder(plan, 0, torch.device("cuda", 0), ExecutionConfig(provider="cutlass"))
     choices = binder.choices(turned_b=True)
     multiply = {source for source in binder.sources(turned_b=True) if source.file == "gemm.cu"}
     assert multiply == {choice[0] for choice in choices} and any(len(choice) > 1 for choice in choices)

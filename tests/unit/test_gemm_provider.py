@@ -37,7 +37,7 @@ def test_the_default_provider(gpu: Callable[[tuple[int, int]], None], capability
     assert default_provider(torch.device("cpu")) == "cutlass"
     assert ExecutionConfig().on(on_gpu).provider == DEFAULTS[capability]
     assert ExecutionConfig().on(on_gpu, "float64").provider == default_provider(on_gpu, "float64") == "cublas"
-    assert ExecutionConfig(execution="single_kernel").on(on_gpu).provider == "cutlass"
+    assert ExecutionConfig(execution="per_tile").on(on_gpu).provider == "cutlass"
     assert ExecutionConfig(config="128x256x64_1x2_cooperative").on(on_gpu).provider == "cutlass"
     for name in ("cublas", "cutlass"):
         assert ExecutionConfig(name).on(on_gpu).provider == name

@@ -114,7 +114,6 @@ def registry() -> Iterator[Case]:
             "world_size": integers(1, 8192),
             "mesh": tuples(optional=True) + [(3,), (2, 2), (10**9,), (2**31, 2**31)],
             "chunks": integers(1, 4096),
-            "stagger": integers(0, 1),
             "final_add": names("epilogue", "kernel"),
         },
         {"name": ("schedule",), "mesh": ("world_size",)},
@@ -122,7 +121,7 @@ def registry() -> Iterator[Case]:
     yield from table(
         "get_schedule(pairwise)",
         call(get, name="reduce_scatter_1d_pairwise_a", world_size=2),
-        {"chunk_mode": names("m", "n"), "final_add": names("epilogue", "kernel"), "stagger": integers(0, 1)},
+        {"chunk_mode": names("m", "n"), "final_add": names("epilogue", "kernel")},
     )
     yield from table(
         "get_schedule(2d)",

@@ -320,7 +320,7 @@ def problem_of(command: Command, done: Result) -> str | None:
     if DEPTHS.search(line):
         return f"words of Python's own errors: {said}"
     key, _, text = command.value.partition("=")
-    words = {"SCHEDULE": ["schedule"], "--option": [f"{key} is ", f"no option {key!r}", "stagger"]}
+    words = {"SCHEDULE": ["schedule"], "--option": [f"{key} is ", f"no option {key!r}"]}
     if not any(word in line for word in [command.option, *words.get(command.option, ())]):
         return f"the message does not name the option: {said}"
     digits = (text or command.value).removeprefix("-")

@@ -335,7 +335,6 @@ def executables() -> Iterator[Case]:
             "execution": names("multi_kernel"),
             "wait_by": names("memory_op"),
             "merge_copies": booleans(),
-            "transport": names("copy_engine"),
         },
         {"config": ("config",)},
     )
@@ -353,7 +352,6 @@ def executables() -> Iterator[Case]:
             "execution": names("multi_kernel"),
             "wait_by": names("memory_op"),
             "merge_copies": booleans(),
-            "transport": names("copy_engine"),
             "timeout": numbers(zero=False, negative=False, optional=True),
             "on_timeout": names("raise", "abort"),
             "pattern": names("ag+gemm", optional=True),

@@ -20,20 +20,18 @@ import distgemm
 from distgemm.gemm import select as gemm_select
 from distgemm.gemm.cutlass import CutlassProvider, kernel_source
 from distgemm.gemm.nvcc import KernelSource
-from distgemm.gemm.per_tile.select import CONFIGS, traits_of
+from distgemm.gemm.per_tile.select import CONFIGS, ONE_SHOT, traits_of
 from distgemm.gemm.target import compiling_for
 from distgemm.measure.models import MODELS, Layer
 from distgemm.plan.problem import GemmProblem
-from distgemm.runtime.cuda.binding import Binder
 from distgemm.schedulers import Pattern
 from distgemm.torch_ops import kernels, library
 from distgemm.torch_ops.needs import Need, record_needs
 from distgemm.torch_ops.warmup import needs_of
-from distgemm.tune import candidates
 from distgemm.tune import gemm as gemm_tuning
 from distgemm.tune.cache import look_up
 from distgemm.tune.candidates import predicted, shortlist, specs_of
-from distgemm.tune.kernels import with_other_tiles
+from distgemm.tune.kernels import sources_of
 from distgemm.tune.select import fitting
 
 HIDDEN = 64
@@ -91,14 +89,12 @@ def test_per_tile_kernels_are_listed(listed: set[KernelSource]) -> None:
         for turned_b in {False, both}
         for config in CONFIGS[pattern]
     }
-    assert len(wanted) == 30 and wanted == {source for source in listed if source.file == "per_tile.cu"}
+    wanted |= {traits_of(config, "gemm+ar", one_shot=True).source() for config in ONE_SHOT}
+    assert len(wanted) == 32 and wanted == {source for source in listed if source.file == "per_tile.cu"}
 
 
 @pytest.mark.parametrize("group", [2, 4], indirect=True)
-def test_per_tile_kernels_that_are_predicted_are_listed(
-    group: Any, listed: set[KernelSource], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(candidates, "PREFER_PER_TILE", True)
+def test_per_tile_kernels_that_are_predicted_are_listed(group: Any, listed: set[KernelSource]) -> None:
     found: dict[bool, set[KernelSource]] = {True: set(), False: set()}
     for layer in MODELS["llama-3-70b"].layers:
         for pattern in layer.patterns:
@@ -110,7 +106,7 @@ def test_per_tile_kernels_that_are_predicted_are_listed(
 
 
 def test_what_the_search_compiles(listed: set[KernelSource]) -> None:
-    """The search asks for tiles of each GEMM of its candidates, and for other tiles of fused kernels."""
+    """The search asks for tiles of each GEMM of its candidates."""
     problem, asked = GemmProblem(4096, 5120, 13824), set()
     with compiling_for("90a"):
         provider = CutlassProvider()
@@ -119,11 +115,7 @@ def test_what_the_search_compiles(listed: set[KernelSource]) -> None:
                 continue
             if config.execution.execution == "per_tile":
                 continue
-            plan = config.plan(problem, 4)
-            if config.execution.single_kernel:
-                others = with_other_tiles(plan, config, "gemm+rs")
-                asked |= {*kernels.sources_of(problem, "gemm+rs", 4, others[:3])}
-            for spec in specs_of(plan):
+            for spec in specs_of(config.plan(problem, 4)):
                 tiles = gemm_tuning.candidates(provider, spec, config.execution.gemm_streams)
                 asked |= {kernel_source(spec, tile, provider.arch) for tile in tiles}
     assert len(asked) > 20 and asked <= listed
@@ -147,10 +139,7 @@ def asked_for(needs: Iterable[Need]) -> set[KernelSource]:
         assert need.schedule == "auto" and need.chunks is None
         call = (need.problem, need.pattern, need.ranks)
         config = fitting(look_up(*call, H200, inf) or predicted(*call), *call)
-        if config.method == "plan":
-            plan = config.plan(need.problem, need.ranks)
-            binder = Binder(plan, need.rank, torch.device("cuda", 0), config.execution, fallback=True)
-            found |= {*binder.sources(turned_b=need.turned_b)}
+        found |= {*sources_of(*call, [config], rank=need.rank, turned_b=need.turned_b)}
     return found
 
 
@@ -188,11 +177,10 @@ def test_the_first_step_of_the_benchmark(group: Any, listed: set[KernelSource], 
     assert found and found <= listed, [source.name for source in found - listed]
 
 
-def test_kinds_and_terms(listed: set[KernelSource]) -> None:
+def test_files_and_terms(listed: set[KernelSource]) -> None:
     files = [source.file for source in listed]
     assert files.count("flags.cu") == files.count("sum.cu") == 1
     macros = [dict(source.macros) for source in listed if source.file == "gemm.cu"]
-    assert {each["DG_KIND"] for each in macros} == {"DG_ONE_GEMM", "DG_GATHER", "DG_REDUCE", "DG_REDUCE_SEND"}
     assert {each["DG_B_ROW"] for each in macros} == {"0", "1"}
     assert all(each["DG_A_ROW"] == "1" for each in macros)
 

@@ -227,6 +227,12 @@ def test_warps_are_never_further_apart(kernel: Kernel) -> None:
     assert behind(kernel) == kernel.behind
 
 
+@pytest.mark.parametrize("kernel", [Kernel((1, 2), 8, 4, 1, pingpong=True), Kernel((2, 1), 4, 1, 4, pingpong=False)])
+def test_one_shot_kernels_are_less_far_apart(kernel: Kernel) -> None:
+    """They also write the sum of each tile, in as many subtiles."""
+    assert behind(replace(kernel, subtiles=2 * kernel.subtiles)) <= kernel.behind
+
+
 @pytest.mark.parametrize("kernel", [Kernel((2, 1), 5, 4, 4, pingpong=True), Kernel((2, 1), 4, 1, 4, pingpong=False)])
 def test_tiles_of_more_stages_are_less_far_apart(kernel: Kernel) -> None:
     assert behind(replace(kernel, depth=2)) < kernel.behind

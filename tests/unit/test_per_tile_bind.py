@@ -30,6 +30,7 @@ REDUCE = KernelTraits("gemm+rs", (128, 128), (2, 1), pingpong=True, epilogue_sta
         ({"epilogue_stages": 6}, "2 stages, and 3 are needed"),
         ({"a_major": "m"}, "sends rows of a gather"),
         ({"pattern": "gemm+rs"}, "sends rows of a gather"),
+        ({"one_shot": True}, "an all-reduce is one-shot"),
         ({"pattern": "gemm+ar", "sends": False, "out_dtype": "float32"}, "no wider than partial sums"),
     ],
 )
@@ -117,6 +118,7 @@ def test_the_struct_of_an_order() -> None:
         replace(REDUCE, pattern="gemm+ar", tile=(256, 128), pingpong=False, epilogue_stages=3, b_major="n"),
         replace(REDUCE, partial_dtype="float32", dtype="float16", out_dtype="float16", a_major="m"),
         replace(GATHER, tile=(256, 192), cluster=(1, 2)),
+        replace(REDUCE, pattern="gemm+ar", tile=(64, 64), cluster=(1, 2), one_shot=True),
         replace(GATHER, tile=(128, 160), b_major="n"),
         replace(REDUCE, tile=(128, 224), pingpong=False, epilogue_stages=1),
         replace(REDUCE, pattern="gemm+a2a", epilogue_stages=3, b_major="n"),

@@ -105,7 +105,9 @@ class Ranks:
                 assert received is not None
                 of_a = received[distance - 1]
             else:
-                by_rows = self.pattern in {"gemm+rs", "gemm+ar", "a2a+gemm"} and not gemm.by_columns
+                by_rows = self.pattern in {"gemm+rs", "gemm+ar", "a2a+gemm"} and not (
+                    gemm.by_columns or gemm.traits.one_shot
+                )
                 of_a = a[owner if by_rows else 0]
             of_b = b[owner if self.pattern in {"gemm+a2a", "a2a+gemm"} or gemm.by_columns else 0]
             of_a = of_a if gemm.traits.a_major == "k" else of_a.T
@@ -114,17 +116,33 @@ class Ranks:
         return total
 
     def slot(self, distance: int, tile: Tile, results: bool = False) -> int:
-        return (distance - 1 + results * (self.ranks - 1)) * self.gemm.parts // self.gemm.traits.parts + tile.number
+        nearest = 0 if self.gemm.traits.one_shot else 1
+        return (
+            distance - nearest + results * (self.ranks - 1)
+        ) * self.gemm.parts // self.gemm.traits.parts + tile.number
 
     def store(self, rank: int, slot: int, what: Tensor) -> None:
         assert (rank, slot) not in self.slots and slot < self.gemm.flags // self.gemm.traits.parts
         self.slots[rank, slot] = what
 
     def write(self, rank: int, tile: Tile, what: Tensor) -> None:
-        own_rows = self.pattern in {"gemm+rs", "a2a+gemm"}
+        own_rows = self.pattern in {"gemm+rs", "a2a+gemm"} or self.gemm.traits.one_shot
         matrix = described(self.params[rank].d)[0 if own_rows else (rank + tile.distance) % self.ranks]
         assert matrix[tile.rows, tile.columns].isnan().all()
         matrix[tile.rows, tile.columns] = what.bfloat16()
+
+    def run_one_shot(self) -> None:
+        """Every rank has all sums of a tile, and adds them in the order of ranks."""
+        for rank in range(self.ranks):
+            for tile in self.tiles(own=True):
+                found = self.product(rank, tile)
+                for distance in range(self.ranks):
+                    self.store((rank - distance) % self.ranks, self.slot(distance, tile), found)
+        for rank in range(self.ranks):
+            for tile in self.tiles(own=True):
+                distances = [(sender - rank) % self.ranks for sender in range(self.ranks)]
+                self.write(rank, tile, sum(self.slots.pop((rank, self.slot(x, tile))) for x in distances))
+        assert not self.slots
 
     def run(self) -> None:
         everyone, gathers = range(self.ranks), self.gemm.traits.gathers
@@ -157,7 +175,9 @@ class Ranks:
         assert not self.slots
 
 
-def drawn(pattern: Pattern, ranks: int, by_columns: bool) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
+def drawn(
+    pattern: Pattern, ranks: int, by_columns: bool = False, one_shot: bool = False
+) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
     """The tensors of each rank, and its D."""
     chance = torch.Generator().manual_seed(0)
 
@@ -177,7 +197,7 @@ def drawn(pattern: Pattern, ranks: int, by_columns: bool) -> tuple[list[dict[str
         a, b = numbers(M * ranks, K * ranks), numbers(N, K * ranks)
         parts, wanted = (a.chunk(ranks, 1), [b] * ranks), product(a, b).chunk(ranks)
     else:
-        a = numbers(M * (1 if by_columns else ranks), K * ranks)
+        a = numbers(M * (1 if by_columns or one_shot else ranks), K * ranks)
         b = numbers(N * (ranks if by_columns else 1), K * ranks)
         every = product(a, b)
         parts = a.chunk(ranks, 1), b.chunk(ranks, 1)
@@ -214,5 +234,20 @@ def test_results(
         if b_major == "n":
             given["b"] = given["b"].T.contiguous().T
     Ranks(gemm, tensors).run()
+    for given, d in zip(tensors, wanted, strict=True):
+        assert torch.equal(given["d"], d)
+
+
+@pytest.mark.parametrize("b_major", ["k", "n"])
+@pytest.mark.parametrize("distances", [(1,), (2, 3, 1)], ids=str)
+def test_one_shot_all_reduces(b_major: Any, distances: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structs, "libcuda", Driver)
+    traits = KernelTraits("gemm+ar", (64, 64), (1, 2), True, b_major=b_major, one_shot=True)
+    gemm = RankGemm(traits, distances, M, N, K)
+    tensors, wanted = drawn("gemm+ar", gemm.ranks, one_shot=True)
+    if b_major == "n":
+        for given in tensors:
+            given["b"] = given["b"].T.contiguous().T
+    Ranks(gemm, tensors).run_one_shot()
     for given, d in zip(tensors, wanted, strict=True):
         assert torch.equal(given["d"], d)

@@ -12,7 +12,7 @@ import pytest
 
 from distgemm.gemm.per_tile.bind import RankGemm
 from distgemm.gemm.per_tile.model import TILES, Costs, predict_per_tile
-from distgemm.gemm.per_tile.select import CONFIGS, traits_of
+from distgemm.gemm.per_tile.select import CONFIGS, ONE_SHOT, traits_of
 from distgemm.schedulers import Pattern
 from distgemm.simulator import Machine
 from distgemm.simulator.machine import MAX_FIGURE, Rate
@@ -51,6 +51,21 @@ def test_a_slow_link_bounds_the_time(pattern: Pattern, ranks: int) -> None:
         assert found.link < found.time < 1.1 * found.link + 60
 
 
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_one_shot_all_reduce_sends_all_tiles_to_all_peers(ranks: int) -> None:
+    slow, quick = Costs(MACHINE, store_gb_per_s=5.0), Costs(MACHINE)
+    for kernel in ONE_SHOT:
+        one = RankGemm(traits_of(kernel, "gemm+ar", one_shot=True), tuple(range(1, ranks)), 64, 8192, 1024)
+        found = predict_per_tile(one, slow)
+        assert found.link == pytest.approx(slow.start + 64 * 8192 * 2 * (ranks - 1) / 5e3)
+        assert found.link < found.time < 1.1 * found.link + 60
+        two = RankGemm(traits_of("64x128x64_1x2_pingpong", "gemm+ar"), one.distances, 64 // ranks, 8192, 1024)
+        assert predict_per_tile(one, quick).time < predict_per_tile(two, quick).time
+        for m, rows in ((1, 16), (17, 32), (100, 112)):  # a warp's rows at a time
+            found = predict_per_tile(replace(one, m=m), slow)
+            assert found.link == pytest.approx(slow.start + rows * 8192 * 2 * (ranks - 1) / 5e3)
+
+
 def test_pieces_of_a_batch_arrive_together() -> None:
     """Where the other shard is one batch, its tiles are multiplied behind all of it; else while the rest arrives."""
     costs = Costs(UNLIMITED)
@@ -87,7 +102,7 @@ def test_results_of_peers_are_taken_to_d() -> None:
 
 def test_other_tiles_are_refused() -> None:
     other = gemm("gemm+rs", 2, 512, 512, 512, "64x192x64_2x1_pingpong")
-    with pytest.raises(ValueError, match=r"tiles of 128x256, 128x224, .*, 64x128, got 64x192"):
+    with pytest.raises(ValueError, match=r"tiles of 128x256, 128x224, .*, 64x64, got 64x192"):
         predict_per_tile(other, Costs(MACHINE))
 
 

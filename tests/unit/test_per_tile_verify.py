@@ -68,6 +68,7 @@ def traits_of(pattern: Pattern, cluster: tuple[int, int] = (2, 1), pingpong: boo
 def gemms(draw: st.DrawFn) -> RankGemm:
     distances = tuple(draw(st.permutations(range(1, draw(st.integers(1, 5))))))
     traits = traits_of(draw(st.sampled_from(PATTERNS)), draw(st.sampled_from([(1, 1), (2, 1), (1, 2)])))
+    traits = replace(traits, one_shot=traits.pattern == "gemm+ar" and draw(st.booleans()))
     extents = (draw(st.integers(1, 900)) for _ in range(3))
     return RankGemm(traits, distances, *extents, group=draw(st.integers(0, 3)))
 
@@ -148,6 +149,16 @@ MUTANTS = {
     "a tile twice": (one_tile_twice, "multiplies each of"),
     "a tile outside": (outside, "a tile has a place from 0 to"),
 }
+
+
+@pytest.mark.parametrize(("tiles", "said"), [MUTANTS["a tile twice"], MUTANTS["a tile outside"]])
+def test_mutants_of_a_one_shot_order_are_refused(
+    tiles: Callable[[list[TileCluster]], list[TileCluster]], said: str
+) -> None:
+    gemm = Changed(replace(traits_of("gemm+ar"), one_shot=True), (1, 2, 3), 512, 640, 256)
+    assert prove(gemm).waits == 4 * 4 * 4 * 5  # ranks, senders, rows and columns of tiles
+    with pytest.raises(PlanError, match=said):
+        prove(replace(gemm, tiles=tiles))
 
 
 @pytest.mark.parametrize(("tiles", "said"), MUTANTS.values(), ids=MUTANTS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 import time
@@ -13,7 +12,6 @@ import pytest
 import distgemm
 from distgemm.layouts import Axis, TVLayout
 from distgemm.plan.ops import Copy, Gemm, Reduce, Wait
-from distgemm.plan.verify import verify
 from distgemm.schedulers import (
     WHOLE,
     DistributedTileScheduler,
@@ -123,13 +121,9 @@ def test_work_tiles_equal_the_table(name: str, chunks: int):
                 assert tile == expected_tile(name, size, chunks, iteration, rank), (size, rank, iteration)
 
 
-STAGGERED = [name for name in distgemm.list_schedules() if "stagger" in schedule_options(name)]
-CHAINS = [name for name in STAGGERED if "rotating_c" in name]
-
-
 @pytest.mark.parametrize("name", ["reduce_scatter_1d_pairwise_a", "all_reduce_1d_pairwise_a"])
 def test_an_owner_adds_pairwise_sums_by_its_last_products(name: str):
-    """Behind all that it sends, or each chunk some chunks behind what the others add to it."""
+    """Behind all that it sends."""
 
     def order(size: int, rank: int, **how: int) -> list[tuple[int, int]]:
         schedule = distgemm.get_schedule(name, size, final_add="epilogue", **how)
@@ -148,18 +142,6 @@ def test_an_owner_adds_pairwise_sums_by_its_last_products(name: str):
     for rank in range(3):
         assert order(3, rank) == [(0, 0), (1, 0), (2, 0)]
         assert order(3, rank, chunks=2) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
-        assert order(3, rank, chunks=3, stagger=1) == [
-            *((0, 0), (1, 0)),
-            *((2, 0), (0, 1), (1, 1)),  # of the owner's own, and the first of another's, in turn
-            *((2, 1), (0, 2), (1, 2)),
-            (2, 2),
-        ]
-    at = {pair: turn for turn, pair in enumerate(order(4, 1, chunks=5, stagger=3))}
-    assert all(at[3, chunk] == at[0, chunk + 3] - 1 for chunk in range(2))
-    with pytest.raises(ValueError, match="stagger is an integer from 0 to the number of chunks, 2, got 3"):
-        distgemm.get_schedule(name, 4, chunks=2, stagger=3, final_add="epilogue")
-    with pytest.raises(ValueError, match="stagger goes with final_add='epilogue'"):
-        distgemm.get_schedule(name, 4, chunks=2, stagger=1)
     with pytest.raises(ValueError, match="final_add is one of epilogue, kernel, got 'none'"):
         distgemm.get_schedule(name, 4, final_add="none")
 
@@ -204,51 +186,6 @@ def test_pairwise_sums_have_one_place_where_they_are_added(size: int, chunk_mode
             for op in adding:
                 waits = {wait.slot: wait.peer for wait in ops if isinstance(wait, Wait)}
                 assert [waits[view.slot] for view in op.sources] == [(rank - far) % size for far in range(1, size)]
-
-
-@pytest.mark.parametrize("name", CHAINS)
-def test_shards_lag_behind_one_another(name: str):
-    """Every shard's chunks stay in order, each shard's ``stagger`` turns behind the one before."""
-    assert len(CHAINS) == 4
-    mode = "m" if "tiling_a" in name else "n"
-
-    def order(chunks: int, **stagger: int) -> list[tuple[int, int]]:
-        plain = distgemm.get_schedule(name, 3, chunks=chunks)
-        tiles = [plain.work_tile(iteration, 1) for iteration in range(3 * chunks)]
-        schedule = distgemm.get_schedule(name, 3, chunks=chunks, **stagger)
-        at = [tiles.index(schedule.work_tile(iteration, 1)) for iteration in range(3 * chunks)]
-        assert {getattr(tile, mode) for tile in tiles} == set(range(3 * chunks))
-        return [divmod(iteration, chunks) for iteration in at]  # which shard in time, and which chunk
-
-    by_shards = [(shard, chunk) for shard in range(3) for chunk in range(4)]
-    assert order(4, stagger=4) == order(4) == by_shards
-    assert order(2, stagger=1) == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (2, 1)]
-    at = {pair: turn for turn, pair in enumerate(order(4, stagger=2))}
-    assert [at[0, chunk] for chunk in range(4)] == [0, 1, 3, 5]
-    assert all(at[shard, chunk] < at[shard + 1, chunk] < at[shard, chunk + 3] for shard in (0, 1) for chunk in (0,))
-    with pytest.raises(ValueError, match="stagger is an integer from 0 to the number of chunks, 2, got 3"):
-        distgemm.get_schedule(name, 4, chunks=2, stagger=3)
-    assert distgemm.get_schedule(name, 4, chunks=2, stagger=0) is distgemm.get_schedule(name, 4, chunks=2)
-    for given in (-1, False, "1", 1.0):
-        with pytest.raises(ValueError, match="stagger is an integer >= 0, got "):
-            distgemm.get_schedule(name, 4, chunks=2, stagger=given)
-
-
-@pytest.mark.parametrize("name", STAGGERED)
-def test_plans_whose_shards_lag_are_proved(name: str):
-    """With every mechanism and workspace, both ways to synchronise, ragged."""
-    ways = itertools.product(
-        ("push", "pull", "store"), ("full", "bounded"), ("credit", "barrier"), ("epilogue", "kernel")
-    )
-    for mechanism, workspace, sync, final_add in ways:
-        if "pairwise" in name and final_add == "kernel":
-            continue  # refused
-        for size, chunks in ((2, 2), (3, 2), (4, 3)):
-            for stagger in range(1, chunks + 1):
-                how = {"mechanism": mechanism, "workspace": workspace, "sync": sync, "final_add": final_add}
-                problem = distgemm.GemmProblem(26, 25, 19)
-                for along in ({"chunk_mode": "m"}, {"chunk_mode": "n"}) if "pairwise" in name else ({},):
-                    verify(distgemm.make_plan(problem, name, size, chunks=chunks, stagger=stagger, **how, **along))
 
 
 @pytest.mark.parametrize("chunks", CHUNKS)

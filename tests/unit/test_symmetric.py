@@ -42,7 +42,6 @@ CHOICES: dict[str, list[Any]] = {
     "gather": ["direct", "ring", "bidirectional_full", "bidirectional_split"],
     "reduce": ["chain", "pairwise"],
     "final_add": ["epilogue", "kernel"],
-    "stagger": [0, 1],
     "chunk_mode": ["m", "n", "k"],
     "copies": [1, 2],
     "across": [name for name in list_schedules() if "_1d_" in name],

@@ -132,31 +132,26 @@ def test_a_new_number_of_tokens_derives_and_compiles_nothing(
         assert isinstance(found.executable.plan.rank_ops, ResizedOps) and found.executable.plan.rank_ops.made == 0
 
 
-@pytest.mark.parametrize(
-    "execution", [{}, {"execution": "single_kernel"}, {"execution": "single_kernel", "transport": "sm"}]
-)
-def test_a_new_number_of_tokens_lowers_the_ops_of_one_rank(execution: dict[str, Any]) -> None:
+def test_a_new_number_of_tokens_lowers_the_ops_of_one_rank() -> None:
     derive.forget_plans()
     for m in (4096, 2048):
         plan = distgemm.make_plan(GemmProblem(m, 64, 64), "ag+gemm", RANKS, chunks=4, sync="barrier")
-        config = ExecutionConfig(**execution)
-        lowering.lower(plan, 3, config)
-        lowering.most_flags(plan, config)
+        lowering.lower(plan, 3, ExecutionConfig())
+        lowering.most_flags(plan)
     assert isinstance(plan.rank_ops, ResizedOps) and plan.rank_ops.made == len(plan.ops(3))
 
 
-@pytest.mark.parametrize("execution", [{}, {"execution": "single_kernel"}])
 def test_executables_of_other_sizes_allocate_nothing_on_the_gpu(
-    group: dist.ProcessGroup, execution: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither tensors nor streams nor events: workspace, counters and streams belong to the group."""
+    """Neither tensors nor streams nor events: workspace and streams belong to the group."""
     from tests.unit.cuda_emulation import machine_of
 
     plans = [
         distgemm.make_plan(GemmProblem(m, 64, 64), "ag+gemm", RANKS, chunks=2, sync="barrier") for m in (512, 256, 128)
     ]
     workspace = machine_of(plans).workspaces[0]
-    workspace.device, workspace.counters = CPU, torch.zeros(1, dtype=torch.int32)
+    workspace.device = CPU
     monkeypatch.setattr(executable, "build_together", lambda *_: None)
     for shared, value in {
         "workspace_for": lambda *_: workspace,
@@ -175,14 +170,9 @@ def test_executables_of_other_sizes_allocate_nothing_on_the_gpu(
         monkeypatch.setattr(torch, name, allocates)
     for name in ("Stream", "ExternalStream", "Event", "CUDAGraph"):
         monkeypatch.setattr(torch.cuda, name, allocates)
-    made = [
-        executable.CudaExecutable(plan, group, CPU, ExecutionConfig("cutlass", **execution), timeout=1.0)
-        for plan in plans
-    ]
+    made = [executable.CudaExecutable(plan, group, CPU, ExecutionConfig("cutlass"), timeout=1.0) for plan in plans]
     assert {id(each.workspace) for each in made} == {id(workspace)}
     assert [each.number for each in made] == [1, 2, 3]
-    if execution:
-        assert all(each.binder.counters is workspace.counters for each in made)
 
 
 def _raise(error: Exception | None) -> None:

@@ -202,11 +202,6 @@ def test_the_gathered_input_is_kept_only_for_a_gradient_of_b(
         ("all_gather_1d_tiling_cd_rotating_a", {}, ExecutionConfig()),
         ("ag+gemm chunks=4 provider=cublas gemm_streams=1", {"chunks": 4}, ExecutionConfig("cublas", gemm_streams=1)),
         (
-            "ag+gemm chunks=2 execution=single_kernel transport=sm",
-            {"chunks": 2},
-            ExecutionConfig(execution="single_kernel", transport="sm"),
-        ),
-        (
             "ag+gemm execution=per_tile config=128x128x64_2x1_pingpong",
             {},
             ExecutionConfig(config="128x128x64_2x1_pingpong", execution="per_tile"),
@@ -270,7 +265,7 @@ def test_a_gather_measures_and_compiles_no_gemm(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_tuned_configuration_is_compiled_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ``fallback=True``: a call whose tensors the fused kernel cannot read launches a kernel for each GEMM."""
+    """With ``copies=True``: a call copies tensors that a per-tile kernel cannot read."""
 
     class Compiled:
         """Can be a key of a weak dictionary."""
@@ -282,12 +277,12 @@ def test_a_tuned_configuration_is_compiled_as_it_says(monkeypatch: pytest.Monkey
         return Compiled()
 
     monkeypatch.setattr(ranks, "compile_plan", compile_plan)
-    config = TunedConfig.parse("gemm+rs chunks=2 stagger=1 mechanism=store execution=single_kernel gemm_streams=1")
+    config = TunedConfig.parse("gemm+rs chunks=2 mechanism=store wait_by=kernel gemm_streams=1")
     group: Any = FakeGroup(4)
     problem, gpu = distgemm.GemmProblem(m=64, n=64, k=64), torch.device("cuda", 1)
     made: Any = ranks.make(problem, "gemm+rs", config, group, gpu, timeout=5.0)
     ((plan, execution, options),) = compiled
     assert isinstance(made, Compiled) and config_of(made) == config and config_of(Compiled()) is None
-    assert execution == ExecutionConfig(gemm_streams=1, execution="single_kernel")
-    assert plan == distgemm.make_plan(problem, "gemm+rs", 4, sync="barrier", chunks=2, stagger=1, mechanism="store")
-    assert options == {"group": group, "device": gpu, "fallback": True, "timeout": 5.0}
+    assert execution == ExecutionConfig(gemm_streams=1, wait_by="kernel")
+    assert plan == distgemm.make_plan(problem, "gemm+rs", 4, sync="barrier", chunks=2, mechanism="store")
+    assert options == {"group": group, "device": gpu, "copies": True, "timeout": 5.0}

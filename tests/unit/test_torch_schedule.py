@@ -80,7 +80,7 @@ def test_a_plan_with_uneven_shards_does_the_same_pattern(
         ("gemm+rs", 4, {"mechanism": "store"}, "a chain with one chunk"),
         ("gemm+rs", 4, {"final_add": "kernel"}, None),
         ("gemm+ar", 2, {}, "a chain with one chunk"),
-        ("gemm+ar", 2, {"chunks": 4, "stagger": 2}, None),
+        ("gemm+ar", 2, {"chunks": 4}, None),
         ("all_reduce_1d_one_shot_a", 4, {}, "one GEMM on each rank"),
         ("all_reduce_1d_one_shot_a", 4, {"chunks": 2}, None),
         ("ag+gemm", 4, {}, None),
@@ -140,7 +140,7 @@ def test_layers_take_the_text_of_a_configuration(schedule: str) -> None:
         ("chunks=2", "a configuration is a schedule's name and options"),
         ("gemm+rs wait_by=events", "wait_by is one of"),
         ("gemm+rs provider=mkl", "provider is one of"),
-        ("unfused stagger=2", "and no stagger"),
+        ("unfused final_add=kernel", "and no final_add"),
     ],
 )
 def test_layers_refuse_the_text_of_no_configuration(schedule: str, message: str) -> None:

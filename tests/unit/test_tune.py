@@ -7,12 +7,11 @@ import json
 import math
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 
-from distgemm import GemmProblem, Plan, list_schedules, make_plan, tune
+from distgemm import GemmProblem, list_schedules, make_plan, tune
 from distgemm.gemm.target import compiling_for
 from distgemm.runtime.executable import ExecutionConfig
 from distgemm.schedulers import PATTERNS
@@ -49,10 +48,8 @@ def test_a_configuration_is_printed_in_words() -> None:
         str(MERGED)
         == f"{GATHER} chunks=2, GEMMs by the default provider, 2 GEMM streams, waits by kernel, merged copies"
     )
-    fused = ExecutionConfig(gemm_streams=1, execution="single_kernel", transport="sm")
-    assert str(TunedConfig("plan", GATHER, execution=fused)) == (
-        f"{GATHER}, GEMMs by cutlass, 1 GEMM stream, fused kernel, transport sm"
-    )
+    per_tile = ExecutionConfig(None, "128x128x64_2x1_pingpong", 1, "per_tile")
+    assert str(TunedConfig("plan", GATHER, execution=per_tile)) == f"{GATHER}, per-tile kernel 128x128x64_2x1_pingpong"
     assert str(UNFUSED) == "unfused" and str(TWO_SHOT) == "unfused, two-shot"
 
 
@@ -65,7 +62,7 @@ def test_a_configuration_survives_json(config: TunedConfig) -> None:
 
 
 def test_the_order_of_options_does_not_matter() -> None:
-    pairs = (("mechanism", "store"), ("stagger", 2), ("chunks", 4))
+    pairs = (("mechanism", "store"), ("final_add", "kernel"), ("chunks", 4))
     one, other = (dataclasses.replace(PLAN, options=options) for options in (pairs, pairs[::-1]))
     assert one == other == TunedConfig.from_dict(one.to_dict()) and str(one) == str(other) and hash(one) == hash(other)
 
@@ -81,7 +78,6 @@ def test_a_configuration_has_the_arguments_of_compile() -> None:
         "execution": "multi_kernel",
         "wait_by": "memory_op",
         "merge_copies": False,
-        "transport": "copy_engine",
     }
     with pytest.raises(ValueError, match="has no plan"):
         UNFUSED.arguments()
@@ -118,22 +114,26 @@ def test_values_that_do_not_go_together_are_refused(wrong: dict[str, Any]) -> No
     [
         ({"gemm_streams": 3}, "gemm_streams is an integer from 1 to 2, got 3"),
         ({"gemm_streams": True}, "gemm_streams is an integer from 1 to 2, got True"),
-        ({"execution": "fused"}, "execution is one of multi_kernel, single_kernel"),
+        ({"execution": "fused"}, "execution is one of multi_kernel, per_tile, got 'fused'"),
         ({"wait_by": "events"}, "wait_by is one of memory_op, kernel"),
-        ({"wait_by": "kernel", "execution": "single_kernel"}, "goes with execution='multi_kernel'"),
+        ({"wait_by": "kernel", "execution": "per_tile"}, "it takes wait_by='memory_op' and merge_copies=False"),
         ({"merge_copies": 1}, "merge_copies is True or False"),
-        ({"transport": "both"}, "transport is one of copy_engine, copy_engine_slices, sm"),
-        ({"transport": "sm"}, "goes with execution='single_kernel'"),
-        (
-            {"transport": "sm", "execution": "single_kernel", "merge_copies": True},
-            "goes with execution='single_kernel' and merge_copies=False",
-        ),
-        ({"execution": "single_kernel", "provider": "cublas"}, "takes provider 'cutlass'"),
+        ({"execution": "per_tile", "provider": "cublas"}, "takes provider 'cutlass'"),
     ],
 )
 def test_executions_that_do_not_go_together_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ExecutionConfig(**wrong)
+
+
+def test_the_deleted_execution_is_refused_with_what_replaces_it() -> None:
+    """In a text, and in a file of older versions."""
+    fields = PLAN.to_dict() | {"execution": "single_kernel", "provider": "cutlass", "transport": "sm"}
+    text = f"{GATHER} chunks=2 gemm_streams=1 execution=single_kernel transport=sm"
+    for call in (lambda: TunedConfig.parse(text), lambda: TunedConfig.from_dict(fields)):
+        with pytest.raises(ValueError, match=r"single_kernel is gone: take execution=per_tile, or multi_kernel"):
+            call()
+    assert TunedConfig.from_dict(PLAN.to_dict() | {"transport": "copy_engine"}) == PLAN  # as older versions wrote it
 
 
 def test_an_unfused_program_without_a_collective_uses_nccl() -> None:
@@ -213,30 +213,6 @@ def test_each_bucket_reaches_all_its_rows_and_no_further_than_two_buckets() -> N
         64, 64, 64, 64, 128, 128, 128, 256, 512, None]  # fmt: skip
 
 
-def test_the_fused_kernel_is_checked_once_for_rows_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    from distgemm.tune import candidates
-
-    checked: list[int] = []
-    check = candidates._single_kernel_status
-
-    def counted(plan: Plan, transport: Any) -> Any:
-        checked.append(plan.problem.m)
-        return check(plan, transport)
-
-    monkeypatch.setattr(candidates, "_single_kernel_status", counted)
-    monkeypatch.setattr(candidates, "_STATUS", WeakKeyDictionary())
-    name = "all_gather_1d_tiling_cd_rotating_a"
-
-    def status(m: int) -> bool:
-        problem = dataclasses.replace(PROBLEM, m=m)
-        plan = make_plan(problem, name, 4, chunks=2, sync="barrier")
-        return bool(candidates.single_kernel_status(plan))
-
-    found = [status(m) for m in (4096, 2048, 1024, 1000, 1023, 1022, 2047)]
-    assert found == [True, True, True, True, False, False, False]
-    assert checked == [4096, 1023, 1022]
-
-
 def test_the_exact_rows_are_looked_up_before_their_bucket() -> None:
     odd = dataclasses.replace(PROBLEM, m=1500)
     assert look_up(odd, "ag+gemm", 4, GPU) is None
@@ -298,66 +274,47 @@ def test_a_broken_file_is_named(text: str) -> None:
 
 
 def test_the_fallback_survives_json() -> None:
-    fused = dataclasses.replace(OTHER, execution=ExecutionConfig(execution="single_kernel"), fallback=MERGED)
-    found = TunedConfig.from_dict(json.loads(json.dumps(fused.to_dict())), "recorded")
-    assert found == fused and found.fallback == MERGED and found.fallback.source == "recorded"
+    per_tile = dataclasses.replace(OTHER, execution=ExecutionConfig(execution="per_tile"), fallback=MERGED)
+    found = TunedConfig.from_dict(json.loads(json.dumps(per_tile.to_dict())), "recorded")
+    assert found == per_tile and found.fallback == MERGED and found.fallback.source == "recorded"
     assert "fallback" not in OTHER.to_dict()
 
 
-def test_rows_that_do_not_divide_into_equal_chunks_take_the_fallback() -> None:
-    """Without a measured fallback they take the prediction, and never the same chunks with another execution."""
-    fused = TunedConfig(
-        "plan", GATHER, (("chunks", 4),), ExecutionConfig(gemm_streams=1, execution="single_kernel", transport="sm")
-    )
-    fits, odd = (GemmProblem(m, 8192, 4096) for m in (2048, 2042))
-    assert tune.fitting(fused, fits, "ag+gemm", 4) == fused
-    expected = predicted(odd, "ag+gemm", 4)
-    assert tune.fitting(fused, odd, "ag+gemm", 4) == expected and not expected.execution.single_kernel
-    for fallback in (PLAN, UNFUSED, dataclasses.replace(fused, fallback=MERGED)):
-        found = tune.fitting(dataclasses.replace(fused, fallback=fallback), odd, "ag+gemm", 4)
-        assert found == (MERGED if fallback == fused else fallback)
+PER_TILE = TunedConfig("plan", GATHER, (), ExecutionConfig(None, "128x128x64_2x1_pingpong", 1, "per_tile"))
 
 
 def test_what_per_tile_kernels_do_not_execute_takes_the_fallback() -> None:
-    """Also the fallback's own fallback. Without one, the prediction is taken."""
-    fused = TunedConfig("plan", GATHER, (("chunks", 4),), ExecutionConfig(gemm_streams=1, execution="single_kernel"))
-    per_tile = TunedConfig(
-        *("plan", GATHER, ()), ExecutionConfig(None, "128x128x64_2x1_pingpong", 1, "per_tile"), fallback=fused
-    )
+    """Without one, the prediction is taken."""
     fits, odd, narrow = (GemmProblem(m, n, 4096) for m, n in ((2048, 8192), (2042, 8192), (2048, 8196)))
-    assert tune.fitting(per_tile, fits, "ag+gemm", 4) == per_tile
-    assert tune.fitting(per_tile, narrow, "ag+gemm", 4) == fused  # which stores rows of D that TMA does not
-    chain = dataclasses.replace(per_tile, fallback=dataclasses.replace(fused, fallback=MERGED))
-    assert tune.fitting(chain, odd, "ag+gemm", 4) == MERGED
-    alone = dataclasses.replace(per_tile, fallback=None)
-    assert tune.fitting(alone, odd, "ag+gemm", 4) == predicted(odd, "ag+gemm", 4)
+    for fallback in (MERGED, UNFUSED):
+        config = dataclasses.replace(PER_TILE, fallback=fallback)
+        assert tune.fitting(config, fits, "ag+gemm", 4) == PER_TILE
+        for problem in (odd, narrow):
+            assert tune.fitting(config, problem, "ag+gemm", 4) == fallback
+    found = tune.fitting(PER_TILE, odd, "ag+gemm", 4)
+    assert found == predicted(odd, "ag+gemm", 4) and found.execution.execution == "multi_kernel"
 
 
-def test_fallbacks_are_the_fastest_of_the_executions_that_take_more() -> None:
-    fused, other = (
-        TunedConfig("plan", GATHER, (("chunks", n),), ExecutionConfig(execution="single_kernel")) for n in (1, 2)
-    )
-    per_tile = TunedConfig("plan", GATHER, (), ExecutionConfig(execution="per_tile"))
-    every = [MERGED, PLAN, UNFUSED, fused, other, per_tile]
-    times = {str(config): ms for config, ms in zip(every, (1.3, 1.2, 1.4, 1.1, 1.05, 1.0), strict=True)}
-    found = with_fallback(per_tile, every, times)
-    assert (found, found.fallback, found.fallback.fallback) == (per_tile, other, PLAN)  # type: ignore[union-attr]
-    assert found.fallback and found.fallback.source == "measured"
-    assert with_fallback(fused, every, times).fallback == PLAN
+def test_the_fallback_of_a_per_tile_kernel_is_the_fastest_that_executes_more() -> None:
+    other = dataclasses.replace(PER_TILE, execution=ExecutionConfig(execution="per_tile"))
+    every = [MERGED, PLAN, UNFUSED, other, PER_TILE]
+    times = {str(config): ms for config, ms in zip(every, (1.3, 1.2, 1.4, 1.05, 1.0), strict=True)}
+    found = with_fallback(PER_TILE, every, times)
+    assert (found, found.fallback) == (PER_TILE, PLAN)
+    assert found.fallback and found.fallback.source == "measured" and found.fallback.fallback is None
     assert with_fallback(PLAN, every, times).fallback is None
-    del times[str(fused)], times[str(other)]  # they were refused
-    assert with_fallback(per_tile, every, times).fallback == PLAN
-    assert with_fallback(per_tile, every, {str(per_tile): 1.0}).fallback is None
+    del times[str(PLAN)]  # it was refused
+    assert with_fallback(PER_TILE, every, times).fallback == MERGED
+    assert with_fallback(PER_TILE, every, {str(PER_TILE): 1.0}).fallback is None
 
 
 def test_kernels_of_fallbacks_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     """And with columns of B, as in backward passes."""
     problem = GemmProblem(2048, 8192, 4096)
-    per_tile = TunedConfig("plan", GATHER, (), ExecutionConfig(None, "128x128x64_2x1_pingpong", 1, "per_tile"))
-    fused = TunedConfig("plan", GATHER, (), ExecutionConfig(None, "64x128x64_1x1_pingpong", 1, "single_kernel"))
-    monkeypatch.setattr(kernels, "look_up", lambda *_: dataclasses.replace(per_tile, fallback=fused))
+    several = TunedConfig("plan", GATHER, (), TILES)
+    monkeypatch.setattr(kernels, "look_up", lambda *_: dataclasses.replace(PER_TILE, fallback=several))
     found = kernels.configs_of(problem, "ag+gemm", 4, "selected")
-    assert found == [per_tile, fused]
+    assert found == [PER_TILE, several]
     for turned_b, major in ((False, "1"), (True, "0")):
         with compiling_for("90a"):
             first, *others = kernels.sources_of(problem, "ag+gemm", 4, found, turned_b=turned_b)
@@ -389,8 +346,7 @@ def test_the_text_has_only_what_differs_from_the_defaults() -> None:
     assert MERGED.text == f"{GATHER} chunks=2 wait_by=kernel merge_copies=true"
     named = dataclasses.replace(MERGED, execution=dataclasses.replace(MERGED.execution, provider="cutlass"))
     assert named.text == f"{GATHER} chunks=2 provider=cutlass wait_by=kernel merge_copies=true"
-    fused = ExecutionConfig(gemm_streams=1, execution="single_kernel")
-    assert TunedConfig("plan", GATHER, execution=fused).text == f"{GATHER} gemm_streams=1 execution=single_kernel"
+    assert PER_TILE.text == f"{GATHER} config=128x128x64_2x1_pingpong gemm_streams=1 execution=per_tile"
     assert (UNFUSED.text, TWO_SHOT.text) == ("unfused", "unfused collective=two-shot")
 
 

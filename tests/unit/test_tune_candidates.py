@@ -10,21 +10,18 @@ from typing import Any, get_args
 
 import pytest
 
-from distgemm import DistributedTileScheduler, GemmProblem, PlanError, get_schedule, make_plan, register_schedule, tune
+from distgemm import DistributedTileScheduler, GemmProblem, PlanError, get_schedule, make_plan, register_schedule
 from distgemm.gemm.cublas import CublasProvider
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.per_tile.model import Costs, predict_per_tile
-from distgemm.gemm.per_tile.select import CONFIGS, gemm_of
-from distgemm.gemm.select import order
+from distgemm.gemm.per_tile.select import CONFIGS, ONE_SHOT, gemm_of
 from distgemm.measure.models import MODELS
-from distgemm.runtime.cuda.lowering import lower
 from distgemm.runtime.executable import ExecutionConfig
 from distgemm.schedulers import PATTERNS, Pattern, registry
 from distgemm.simulator.machine import Machine
 from distgemm.tune import UNFUSED, TunedConfig, candidates, list_candidates, predicted, register_candidate, shortlist
-from distgemm.tune.candidates import SLOWDOWN_LIMIT, per_tile_status, single_kernel_status, specs_of
-from distgemm.tune.kernels import with_other_tiles
-from distgemm.tune.search import OTHER_TILES, measurable, round_up
+from distgemm.tune.candidates import SLOWDOWN_LIMIT, per_tile_status, specs_of
+from distgemm.tune.search import FINALISTS, finalists, measurable, round_up
 
 GATHER = "all_gather_1d_tiling_cd_rotating_a"
 CHAIN = "reduce_scatter_1d_tiling_a_rotating_c"
@@ -46,25 +43,12 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"distgemm.tune.{module}.providers", lambda: providers)
 
 
-def fused(problem: GemmProblem, pattern: Pattern, ranks: int = 4) -> list[TunedConfig]:
-    """The configurations of the shortlist with the fused kernel."""
-    return [config for config in shortlist(problem, pattern, ranks) if config.execution.single_kernel]
-
-
 def per_tile(problem: GemmProblem, pattern: Pattern, ranks: int = 4) -> list[TunedConfig]:
     """The configurations of the shortlist with a per-tile kernel."""
     return [each for each in shortlist(problem, pattern, ranks) if each.execution.execution == "per_tile"]
 
 
 # --- the shortlist ------------------------------------------------------------------------------------------
-
-
-def group_of(config: TunedConfig, problem: GemmProblem, ranks: int) -> str:
-    """The group of a configuration, by the streams of its actions."""
-    if config.execution.execution != "single_kernel":
-        return config.execution.execution
-    actions = lower(config.plan(problem, ranks), 0, config.execution)
-    return "fused_alone" if len({action.stream for action in actions}) == 1 else "fused_with_copies"
 
 
 @pytest.mark.sample(1)
@@ -82,31 +66,14 @@ def test_the_best_predictions_and_the_unfused_programs_are_measured(ranks: int) 
         assert found[0] in plans and plans[found[0]] == min(plans.values())
         best: dict[str, float] = {}
         for config, time in plans.items():
-            group = group_of(config, problem, ranks)
-            best[group] = min(time, best.get(group, time))
-        limits = {group: SLOWDOWN_LIMIT[group] * time for group, time in best.items()}  # type: ignore[index]
-        wanted = {config for config, time in plans.items() if time <= limits[group_of(config, problem, ranks)]}
+            execution = config.execution.execution
+            best[execution] = min(time, best.get(execution, time))
+        limits = {execution: SLOWDOWN_LIMIT[execution] * time for execution, time in best.items()}
+        wanted = {config for config, time in plans.items() if time <= limits[config.execution.execution]}
         assert set(found[: -len(unfused)]) == wanted
         assert len({str(config) for config in found}) == len(found) <= 70
         registered = {(each.schedule, each.options) for each in list_candidates(pattern)}
         assert {(config.schedule, config.options) for config in wanted} <= registered
-
-
-def test_plans_with_the_fused_kernel_are_considered() -> None:
-    problem = GemmProblem(8192, 8192, 2048)
-
-    def found(pattern: Pattern, ranks: int = 4) -> set[tuple[str, str]]:
-        return {(each.schedule, each.execution.transport) for each in fused(problem, pattern, ranks)}
-
-    assert found("gemm+rs") == {(CHAIN, "copy_engine"), (PAIRWISE, "copy_engine")}
-    assert found("gemm+rs", 2) == {(CHAIN, "copy_engine"), (PAIRWISE, "copy_engine")}
-    assert found("ag+gemm") == {(GATHER, transport) for transport in ("copy_engine", "copy_engine_slices", "sm")}
-    names = ("all_reduce_1d_tiling_a_rotating_c", "all_reduce_1d_pairwise_a")
-    assert found("gemm+ar") == {(name, transport) for name in names for transport in ("copy_engine", "sm")}
-    # With two ranks, a chain and pairwise sums are the same, unless chunks are columns.
-    patterns: tuple[Pattern, ...] = ("gemm+rs", "gemm+ar")
-    pairwise = [each for pattern in patterns for each in fused(problem, pattern, 2) if "pairwise" in each.schedule]
-    assert pairwise and all(each.option("chunk_mode") == "n" for each in pairwise)
 
 
 def test_few_rows_are_reduced_by_columns() -> None:
@@ -128,10 +95,11 @@ def test_per_tile_kernels_are_considered(pattern: Pattern) -> None:
     problem, machine = GemmProblem(2048, 8192, 8192), Machine.load(candidates.MACHINE)
     times = candidates.predictions(problem, pattern, 4)
     found = {config: time for config, time in times.items() if config.execution.execution == "per_tile"}
-    assert [config.execution.config for config in found] == list(CONFIGS[pattern][:-1])
+    one_shot = list(ONE_SHOT) if pattern == "gemm+ar" else []
+    assert [config.execution.config for config in found] == [*CONFIGS[pattern][:-1], *one_shot]
     few = candidates.predictions(GemmProblem(256, 8192, 8192), pattern, 4)
     tiles = [config.execution.config for config in few if config.execution.execution == "per_tile"]
-    assert tiles == list(CONFIGS[pattern])
+    assert tiles == [*CONFIGS[pattern], *one_shot]
     for config, time in found.items():
         gemm = gemm_of(config.plan(problem, 4), config.execution.config)
         assert time == predict_per_tile(gemm, Costs(machine)).time
@@ -160,7 +128,7 @@ def test_why_per_tile_kernels_are_not_considered(
 ) -> None:
     with caplog.at_level(logging.INFO, "distgemm"):
         found = list(candidates._per_tile(problem, "ag+gemm", 4, Machine.load(candidates.MACHINE)))
-    assert found == [] and len(caplog.records) == len(CONFIGS["ag+gemm"]) and reason in caplog.text
+    assert found == [] and len(caplog.records) in {1, len(CONFIGS["ag+gemm"])} and reason in caplog.text
 
 
 @pytest.mark.parametrize(("pattern", "split"), [("gemm+a2a", "n"), ("a2a+gemm", "k")])
@@ -169,7 +137,7 @@ def test_all_to_alls_are_considered(pattern: Pattern, split: str) -> None:
     configs = shortlist(PROBLEM, pattern, 4)
     assert {config.execution.execution for config in configs} == {"multi_kernel", "per_tile"}
     assert all(config.method == "plan" for config in candidates.predictions(PROBLEM, pattern, 4))
-    assert predicted(PROBLEM, pattern, 4).execution.execution == "multi_kernel"
+    assert predicted(PROBLEM, pattern, 4).execution.execution == "per_tile"
     whole = round_up(GemmProblem(7, 72, 72), pattern, 4)
     assert (whole.m, getattr(whole, split)) == (8, 96) and {whole.n, whole.k} == {72, 96}
     for heads in ({"n_per_rank": (2048,) * 4}, {"k_per_rank": (1024,) * 4}):
@@ -184,104 +152,40 @@ def test_a_kernel_that_there_is_not_is_no_candidate() -> None:
     assert all(per_tile_status(plan, config) for config in CONFIGS["ag+gemm"])
 
 
-def test_per_tile_kernels_are_predicted_only_with_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert candidates.PREFER_PER_TILE is False
-    for pattern, problem in LAYERS:
-        assert predicted(problem, pattern, 4).execution.execution == "multi_kernel"
-    monkeypatch.setattr(candidates, "PREFER_PER_TILE", True)
+def test_the_fastest_prediction_is_taken_also_of_per_tile_kernels() -> None:
     found = [predicted(problem, pattern, 4) for pattern, problem in LAYERS]
-    assert "per_tile" in {config.execution.execution for config in found}
+    assert {"per_tile", "multi_kernel"} <= {config.execution.execution for config in found}
     for config, (pattern, problem) in zip(found, LAYERS, strict=True):
         times = candidates.predictions(problem, pattern, 4)
-        others = [time for each, time in times.items() if each.execution.execution != "single_kernel"]
-        assert times[config] == min(others) and config.source == "predicted"
+        assert times[config] == min(times.values()) and config.source == "predicted"
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_a_one_shot_all_reduce_is_measured_for_few_tokens_and_never_as_one_kernel(ranks: int) -> None:
+def test_a_one_shot_all_reduce_is_measured_for_few_tokens(ranks: int) -> None:
     name = "all_reduce_1d_one_shot_a"
     for m in (1, 16, 64):
         found = shortlist(GemmProblem(m, 4096, 1024 * ranks), "gemm+ar", ranks)
         assert next(each for each in found if each.execution.execution == "multi_kernel").schedule == name
     many = shortlist(GemmProblem(8192, 4096, 1024 * ranks), "gemm+ar", ranks)
     assert ranks == 2 or name not in {each.schedule for each in many}
-    assert name not in {
-        each.schedule for each in candidates.multi_kernel_predictions(GemmProblem(16, 64, 64), "gemm+ar", 1)
-    }
-    status = single_kernel_status(make_plan(GemmProblem(64, 4096, 1024 * ranks), name, ranks))
-    assert not status and "the fused kernel takes plans without sums and copies beside it" in status.reason
-
-
-@pytest.mark.sample(0)  # ten seconds
-def test_short_gemms_in_the_fused_kernel_are_considered() -> None:
-    """32 and 64 short GEMMs whose results go to seven peers: launches would take longer than the GEMMs."""
-    for n, k, chunks in ((4096, 14336, 4), (8192, 28672, 8)):
-        found = [dict(each.options) for each in shortlist(GemmProblem(2048, n, k), "gemm+ar", 8)]
-        assert {
-            "chunks": chunks,
-            "stagger": 2,
-            "chunk_mode": "n",
-            "final_add": "epilogue",
-            "mechanism": "store",
-        } in found
+    assert name not in {each.schedule for each in candidates.predictions(GemmProblem(16, 64, 64), "gemm+ar", 1)}
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("ranks", [2, 3, 5, 6, 8])
 @pytest.mark.parametrize(("pattern", "split"), [("ag+gemm", "n"), ("gemm+rs", "k"), ("gemm+ar", "k")])
 def test_the_measured_problem_has_equal_shards_that_tma_can_read(pattern: Pattern, split: str, ranks: int) -> None:
-    """Otherwise the fused kernel, which uses TMA, would not be measured."""
+    """Otherwise per-tile kernels, which use TMA, would not be measured."""
     problem = GemmProblem(2048, 8192, 8192)
     whole = round_up(problem, pattern, ranks)
     parts = {mode: getattr(whole, mode) // (ranks if mode in ("m", split) else 1) for mode in "mnk"}
     assert parts["n"] % 8 == parts["k"] % 8 == 0
     assert all(getattr(problem, mode) <= getattr(whole, mode) < getattr(problem, mode) + 8 * ranks for mode in "mnk")
     assert whole.m % ranks == getattr(whole, split) % ranks == 0
-    assert fused(whole, pattern, ranks)
+    assert per_tile(whole, pattern, ranks)
     odd = round_up(GemmProblem(7, 13, 13), pattern, ranks)
     assert odd.m < 7 + ranks and getattr(odd, split) < 13 + ranks and (odd.n == 13 or odd.k == 13)
-
-
-def test_flags_of_kernels_do_not_depend_on_copy_engines() -> None:
-    """The latency of copies and launches does not count for the fused kernel alone."""
-    machine = Machine.load(candidates.MACHINE)
-    slow = dataclasses.replace(machine, nvlink=machine.nvlink._replace(latency=100.0, gap=9.0), gemm_launch=50.0)
-    assert candidates.without_launches(slow) == candidates.without_launches(machine) != machine
-
-
-@pytest.mark.parametrize(
-    ("chunks", "transport", "reason"),
-    [
-        (8, "sm", ""),
-        (16, "copy_engine", ""),
-        (16, "sm", "at most 128 products and sends at most 128 chunks"),  # it sends 112, and receives as many
-        (32, "copy_engine", "at most 128 products"),
-    ],
-)
-def test_the_fused_kernel_has_a_limit(chunks: int, transport: Any, reason: str) -> None:
-    name = "all_reduce_1d_tiling_a_rotating_c"
-    plan = make_plan(GemmProblem(16384, 8192, 8192), name, 8, chunks=chunks, mechanism="store", sync="barrier")
-    status = single_kernel_status(plan, transport)
-    assert bool(status) == (not reason) and reason in status.reason
-
-
-def test_what_the_fused_kernel_does_not_compute_is_no_candidate() -> None:
-    for changed, reason in (
-        ({"l": 2}, "no batches"),
-        ({"dtype": "float32"}, "no IEEE float32"),
-        ({"partial_dtype": "float32"}, "of the type of D"),
-        ({"n": 60}, "multiples of 16 bytes"),
-        ({"m": 66}, "takes equal chunks"),
-    ):
-        problem = GemmProblem(**({"m": 64, "n": 64, "k": 64} | changed))
-        plan = make_plan(problem, CHAIN, 4, sync="barrier", mechanism="store")
-        assert reason in single_kernel_status(plan).reason
-    assert single_kernel_status(make_plan(GemmProblem(64, 64, 64), CHAIN, 4, sync="barrier"))
-    for k, reason in ((64, ""), (60, "multiples of 16 bytes")):  # only operands: nothing is added
-        plan = make_plan(GemmProblem(64, 64, k), GATHER, 4, sync="barrier")
-        status = single_kernel_status(plan)
-        assert reason in status.reason and bool(status) == (k == 64)
 
 
 def test_slow_plans_are_left_out() -> None:
@@ -324,18 +228,17 @@ def test_the_default_provider_is_predicted(monkeypatch: pytest.MonkeyPatch, defa
     """The cost model does not distinguish providers: with equal times, the GPU's default is taken."""
     monkeypatch.setattr(candidates, "default_provider", lambda: default)
     # Without the cache, which holds the predictions of this machine's default.
-    monkeypatch.setattr(candidates, "multi_kernel_predictions", candidates.multi_kernel_predictions.__wrapped__)
-    found = predicted(GemmProblem(8192, 8192, 28672), "gemm+rs", 4)
+    monkeypatch.setattr(candidates, "predictions", candidates.predictions.__wrapped__)
+    found = predicted(GemmProblem(8192, 8192, 28672, dtype="tfloat32"), "ag+gemm", 4)
     assert (found.method, found.execution.provider) == ("plan", default)
 
 
 def test_only_hopper_has_kernels_for_a_whole_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = GemmProblem(8192, 8192, 28672)
-    assert fused(problem, "gemm+rs") and per_tile(problem, "gemm+rs")
+    assert per_tile(problem, "gemm+rs")
     others = {"cutlass": CutlassProvider("80"), "cublas": CublasProvider()}
     monkeypatch.setattr(candidates, "providers", lambda: others)
-    for name in ("predictions", "multi_kernel_predictions", "per_tile_predictions"):  # without their caches
-        monkeypatch.setattr(candidates, name, getattr(candidates, name).__wrapped__)
+    monkeypatch.setattr(candidates, "predictions", candidates.predictions.__wrapped__)  # without the cache
     found = shortlist(problem, "gemm+rs", 4)
     assert found and {each.execution.execution for each in found} == {"multi_kernel"}
 
@@ -344,14 +247,14 @@ def test_the_prediction_is_on_the_shortlist() -> None:
     for pattern, problem in LAYERS:
         found = predicted(problem, pattern, 4)
         assert found in shortlist(problem, pattern, 4) and found.source == "predicted"
-    assert predicted(GemmProblem(64, 8192, 28672), "gemm+rs", 4) == UNFUSED
+    assert predicted(GemmProblem(66, 8192, 28672), "gemm+rs", 4) == UNFUSED  # with unequal shards
     assert predicted(GemmProblem(8192, 8192, 28672), "gemm+rs", 4).method == "plan"
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_ranks_without_gemms_have_a_prediction(pattern: Pattern) -> None:
     for sizes in ((64, 9, 64), (5, 3, 64), (64, 9, 7)):
-        assert not predicted(GemmProblem(*sizes), pattern, 4).execution.single_kernel
+        assert predicted(GemmProblem(*sizes), pattern, 4).execution.execution == "multi_kernel"
 
 
 def test_a_plan_that_is_no_faster_than_the_unfused_program_is_not_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +262,7 @@ def test_a_plan_that_is_no_faster_than_the_unfused_program_is_not_predicted(monk
         assert predicted(PROBLEM, pattern, 1) == UNFUSED
     for tied in ((PLAN, UNFUSED), (UNFUSED, PLAN)):
         times = dict.fromkeys(tied, 1.0)
-        monkeypatch.setattr(candidates, "multi_kernel_predictions", lambda *args, times=times: times)
+        monkeypatch.setattr(candidates, "predictions", lambda *args, times=times: times)
         assert predicted(PROBLEM, "ag+gemm", 4) == UNFUSED
 
 
@@ -408,17 +311,17 @@ def test_a_registered_schedule_is_considered_predicted_and_planned(registered: A
     problem = GemmProblem(4096, 8192, 8192)
     before = shortlist(problem, "ag+gemm", 4)
     registered("ag+gemm", NEAREST, chunks=2)
-    registered("ag+gemm", NEAREST, execution="single_kernel", transport="sm", chunks=2)
+    registered("ag+gemm", NEAREST, execution="per_tile")
     assert [(each.schedule, each.execution) for each in list_candidates("ag+gemm")[-2:]] == [
         (NEAREST, "multi_kernel"),
-        (NEAREST, "single_kernel"),
+        (NEAREST, "per_tile"),
     ]
     found = shortlist(problem, "ag+gemm", 4)
     own = [config for config in found if config.schedule == NEAREST]
     # The same plans under another name have the same predictions, so each has a twin.
     twins = [dataclasses.replace(config, schedule=GATHER) for config in own]
     assert own and set(twins) <= set(before) and [each for each in found if each not in own] == before
-    assert {each.execution.execution for each in own} == {"multi_kernel", "single_kernel"}
+    assert {each.execution.execution for each in own} == {"multi_kernel", "per_tile"}
     for config in own:
         assert config.plan(problem, 4).schedule == NEAREST
         assert TunedConfig.parse(config.text) == TunedConfig.from_dict(config.to_dict()) == config
@@ -475,7 +378,6 @@ def test_a_plan_error_names_the_candidate(registered: Any, monkeypatch: pytest.M
         ),
         ("ag+gemm", NEAREST, {"chunks": None}, "chunks is an integer or a string, got None"),
         ("ag+gemm", NEAREST, {"execution": "fused"}, "execution is one of"),
-        ("ag+gemm", NEAREST, {"transport": "sm"}, "goes with execution='single_kernel'"),
         ("ag+gemm", "tensor_parallel_2d", {}, "takes a mesh"),
         ("ag+gemm", GATHER, {"chunks": 2}, "chunks=2 is a candidate for ag.gemm already"),
     ],
@@ -490,62 +392,8 @@ def test_wrong_candidates_are_refused(
 # --- measured again -----------------------------------------------------------------------------------------
 
 
-def without_tiles(config: TunedConfig) -> TunedConfig:
-    return dataclasses.replace(config, execution=dataclasses.replace(config.execution, config=None))
-
-
-def test_the_best_fused_kernel_of_each_kind_is_measured_with_other_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kinds are chains with stores, chains with copies, and pairwise sums.
-
-    The first of a kind gets other tiles if it is not far behind; the second gets fewer if it is close to the first.
-    """
-    monkeypatch.setattr(CutlassProvider, "arch", "90a")
-    problem = GemmProblem(8192, 8192, 4096)
-    every = shortlist(problem, "gemm+rs", 4)
-    others = [each for each in every if each.execution.execution == "multi_kernel" and each.method == "plan"]
-    kernels = [each for each in every if each.execution.single_kernel]
-    summed = [each for each in kernels if "pairwise" in each.schedule]
-    stored = [each for each in kernels if ("mechanism", "store") in each.options and each not in summed]
-    pushed = [each for each in kernels if each not in (*stored, *summed)]
-    assert len(stored) > 1 and len(pushed) > 1 and len(summed) > 1
-
-    def found(ran: list[TunedConfig], slow: list[TunedConfig], later: float = 1.1) -> list[TunedConfig]:
-        times = {str(each): later if each in (*stored[1:], *pushed[1:], *summed[1:]) else 1.0 for each in ran}
-        times |= {str(each): 2.0 for each in slow}
-        return tune.finalists(problem, "gemm+rs", 4, ran, times)
-
-    def tiles_of(finalists: list[TunedConfig], config: TunedConfig) -> list[str | None]:
-        return [each.execution.config for each in finalists if without_tiles(each) == config]
-
-    ran = [*others[:3], *stored, UNFUSED, *pushed, *summed]
-    finalists = found(ran, [])
-    assert finalists[:5] == [*ran[:4], UNFUSED]
-    for first in (stored[0], pushed[0], summed[0]):
-        tiles = tiles_of(finalists, first)
-        assert tiles[0] is None and len(set(tiles)) == len(tiles) == 1 + OTHER_TILES
-        assert all(tile and tile.endswith("pingpong") for tile in tiles[1:4]) or first == pushed[0]
-    close = found(ran, [], later=1.04)
-    for second in (stored[1], pushed[1], summed[1]):
-        tiles = tiles_of(close, second)
-        assert None in tiles and len(set(tiles)) == len(tiles) == 1 + OTHER_TILES // 2
-    assert not {*stored[1:], *pushed[1:], *summed[1:]} & {without_tiles(each) for each in finalists}
-    sent = [each for each in fused(problem, "gemm+ar") if each.execution.transport == "sm"]
-    times = {str(each): 1.0 for each in sent}
-    names = [str(each.execution.config) for each in tune.finalists(problem, "gemm+ar", 4, sent, times)]
-    assert {"None"} < {*names} and all(name == "None" or name.endswith("pingpong") for name in names)
-    far = found(ran, pushed)
-    assert far == [each for each in finalists if without_tiles(each) != pushed[0]]
-
-
-def test_tiles_for_the_whole_product_and_for_one_chunk_alternate() -> None:
-    problem = GemmProblem(8192, 5120, 4096)
-    execution = ExecutionConfig("cutlass", gemm_streams=1, execution="single_kernel")
-    config = TunedConfig("plan", GATHER, (("chunks", 2),), execution)
-    plan = config.plan(problem, 4)
-    chunk = specs_of(plan)[0]
-    tiles = [tile for tile in candidates.providers()["cutlass"].configs(chunk) if tile.kernel_schedule != "plain"]
-    whole, one = (order(chunk, tiles, count=count) for count in (8, 1))
-    assert not set(whole[:2]) & set(one[:2])
-    found = [each.execution.config for each in with_other_tiles(plan, config, "ag+gemm")]
-    assert found[:4] == [str(tile) for pair in zip(whole, one, strict=True) for tile in pair][:4]
-    assert set(found) == set(map(str, tiles)) and len(found) == len(tiles)
+def test_the_fastest_and_the_unfused_program_are_measured_again() -> None:
+    ran = [config for config in shortlist(PROBLEM, "gemm+rs", 4) if config.method == "plan"]
+    assert len(ran) > FINALISTS
+    assert finalists([*ran, UNFUSED]) == [*ran[:FINALISTS], UNFUSED]
+    assert finalists([UNFUSED, *ran]) == [UNFUSED, *ran[: FINALISTS - 1]]

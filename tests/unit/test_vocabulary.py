@@ -35,8 +35,6 @@ PATTERNS = {
     "pattern": r"\bdefault_of\b|\blist_families\b|\bfamilies\b|--ops[= ](ag|gemm)\+"
     r"|\b(op|kind|family)\"?[:=] ?\"(ag|gemm)\+",
     "kernel_schedule": r"(?<!kernel_)\bschedule=\"(cooperative|pingpong|plain)\"",
-    "stagger": r"\blag(s|ged|ging)?\b",
-    "tile_interleave": r"\babreast\b|\bABREAST\b|products in turn",
     "final_add": r"\blast=[\"']?(gemm|sum)\b|\"last\": \"(gemm|sum)\"|\bfold_last\b|\bfold=|\.fold\b",
     "chunk_mode": r"\balong=[\"']?[mn]\b|\"along\": \"",
     "send_slots": r"\bresults=\d|\"results\": \d",
@@ -44,10 +42,6 @@ PATTERNS = {
     "merge_copies": r"\bmerge=(True|False|true|false)\b|\"merge\":|\bmerged chunks\b|\bchunks merged\b",
     "execution and wait_by": r"\bwaits=[\"']?(memory|kernel|gemm)\b|\"waits\":|\bwaits by gemm\b|\bgated\b|\bGated"
     r"|_gated\b|one kernel for all GEMMs",
-    "transport": r"\bcopies=[\"']?(engine|slices|gemm|both)\b|\"copies\": \"(engine|slices|gemm|both)\""
-    r"|\bcopies by gemm\b",
-    "flags of the fused kernel": r"\bgates\b|\btells\b|\.opens\b|\bopens=|\.away\b|\baway=|\bentire="
-    r"|\.entire\b|\.taken\b",
     "flags": r"\bwords\.cuh?\b|\bword_source\b|\bwords_of\b|\bWordLaunch\b|\bbind_words\b|\bWords\b"
     r"|_word\b|\bWORD\b",
     "double-buffered workspace": r"\.halves\b|\bnext_half\b|\.turn\(|\bclass Half\b|\bhalves of the workspace\b",
@@ -100,16 +94,12 @@ def test_a_replaced_word_is_not_used(row: str) -> None:
         ("pattern", '@register_schedule(default_of="ag+gemm")'),
         ("pattern", "distgemm tune --ops ag+gemm"),
         ("kernel_schedule", 'GemmConfig((64, 128, 64), schedule="pingpong")'),
-        ("stagger", "each shard lags behind the one before"),
-        ("tile_interleave", "four products abreast"),
         ("final_add", 'make_plan(problem, name, 4, last="gemm")'),
         ("chunk_mode", "reduce_scatter_1d_pairwise_a chunks=4 along=n"),
         ("send_slots", "make_plan(problem, name, 4, results=4)"),
         ("gemm_streams", "GEMMs by cublas, 2 branches"),
         ("merge_copies", "compile(plan, merge=True)"),
         ("execution and wait_by", "ag+gemm chunks=2 waits=gemm"),
-        ("transport", 'compile(plan, copies="slices")'),
-        ("flags of the fused kernel", "whom it tells"),
         ("flags", "what is compiled from words.cu"),
         ("double-buffered workspace", "workspace.turn()"),
         ("link pacing", "stores take turns on the link"),

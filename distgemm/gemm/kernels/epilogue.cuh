@@ -79,22 +79,18 @@ class TmaEpilogue {
   // The two warp groups of a cooperative kernel for fp8 take turns in the main loop. So each stores its own rows, when
   // it is ready.
   static constexpr bool kSplits = promotes && !kPingpong && !has_source;
-  // A warp reads scales and bias of a tile while it is multiplied, so that they are in L1 afterwards. In fused kernels
-  // they may not have arrived by then.
-  static constexpr bool kFetches = promotes && !fused && !has_source;
-  static constexpr int kLine = 128 / sizeof(ElementD);  // elements of a row that cross links fast
-  static constexpr bool kWide = reduces && DG_TILE_N % kLine == 0;
+  // A warp reads scales and bias of a tile while it is multiplied, so that they are in L1 afterwards.
+  static constexpr bool kFetches = promotes && !has_source;
 
  public:
   static constexpr int kRows = kPingpong ? 64 : 128;  // of one wgmma of all warp groups that share a tile
-  static constexpr int kHeight = kSplits ? 64 : kRows, kWidth = kWide ? kLine : cute::gcd(32, DG_TILE_N);
+  static constexpr int kHeight = kSplits ? 64 : kRows, kWidth = cute::gcd(32, DG_TILE_N);
   static constexpr int kDown = DG_TILE_M / kRows, kAcross = DG_TILE_N / kWidth;  // subtiles of a tile, for each thread
   static constexpr int kValues = kWidth / 2;                                       // of a subtile, in a thread
   static constexpr int kPiece = kWidth % 16 == 0 ? 8 : 4;  // values that pass through registers at a time
   using Piece = float[kPiece];
-  // Whether C beside a partial sum is loaded ahead. Kernels that reduce, and the widest tiles, have no registers for
-  // that.
-  static constexpr bool kAhead = !reduces && DG_TILE_M * DG_TILE_N / (kRows * 2) <= 160;
+  // Whether C beside a partial sum is loaded ahead. The widest tiles have no registers for that.
+  static constexpr bool kAhead = DG_TILE_M * DG_TILE_N / (kRows * 2) <= 160;
   static constexpr int kPart = kAhead ? cute::min(kValues, 16) : kPiece;  // values that get their terms at a time
 
  private:
@@ -142,12 +138,8 @@ class TmaEpilogue {
     Terms terms;
     TmaDescriptor source, d;
     uint32_t tma_transaction_bytes;
-#if DG_REDUCES
-    LinkPacing pacing;
-#endif
   };
   using Arguments = Params;
-
 
   template <class Block>
   CUTLASS_HOST_DEVICE static constexpr int get_load_pipe_increment(Block const&) {
@@ -215,16 +207,12 @@ class TmaEpilogue {
     using None = cute::constant<Extra, Extra::kNone>;
     using Bias = cute::constant<Extra, Extra::kBias>;
     using Any = cute::constant<Extra, Extra::kAny>;
-#if DG_REDUCES
-    return run(Any{});  // several copies would spill registers
-#else
     // Copies of the code without branches: one warp of each scheduler is here, and waits for each branch.
     Terms const& terms = params_.terms;
     if constexpr (!blockwise || has_source) {
       if (terms.any_but_bias()) return run(Any{});
     }
     return terms.bias ? run(Bias{}) : run(None{});
-#endif
   }
 
   CUTLASS_DEVICE auto store_tail(
@@ -333,7 +321,7 @@ class TmaEpilogue {
       StorePipelineState store_state, Problem const& problem, Coord const& coord, Accumulators const& accumulators,
       int thread, TensorStorage& storage) {
     Terms const& terms = params_.terms;
-    bool const extra = kExtra != Extra::kNone && (!reduces || terms.any());
+    constexpr bool extra = kExtra != Extra::kNone;
     Loaded<kExtra == Extra::kAny> loaded;
     if (extra) loaded.begin(terms, problem, coord, thread);
     if (kAhead && extra) loaded.load_aux(terms, problem, coord, Part::of(0), thread);
@@ -380,10 +368,6 @@ class TmaEpilogue {
       CUTLASS_PRAGMA_UNROLL
       for (int m = 0; m < kDown; ++m) {
         if constexpr (has_source) load_pipeline.consumer_wait(wait_state);
-#if DG_REDUCES
-        // One thread reserves the link, now that the source is there. The others wait for it before D is stored.
-        uint64_t const start = thread == 0 ? params_.pacing.reserve(Result::kBytes) : 0;
-#endif
         uint32_t words[kValues / kPiece][kPiece * sizeof(ElementD) / 4];
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kValues; i += kPart) {
@@ -426,9 +410,6 @@ class TmaEpilogue {
         }
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kValues / kPiece; ++i) write_(storage, buffer(), in_group, i * kPiece, words[i]);
-#if DG_REDUCES
-        LinkPacing::wait_until(start);
-#endif
         if constexpr (!kDelays) send(m, n);
       }
     }
@@ -458,11 +439,10 @@ class TmaEpilogue {
       return float(reinterpret_cast<T const&>(bits));
     }
 
-    // Whether all pairs of such rows are aligned, and none is only half in D. Kernels that reduce have no registers for
-    // both ways to load.
+    // Whether all pairs of such rows are aligned, and none is only half in D.
     CUTLASS_DEVICE static bool whole(T const* data, int64_t stride, int columns) {
       uint64_t const places = reinterpret_cast<uint64_t>(data) | stride * sizeof(T);
-      return !reduces && columns % 2 == 0 && places % sizeof(Both) == 0;
+      return columns % 2 == 0 && places % sizeof(Both) == 0;
     }
 
     // Loads it from a place with so many columns left; 0 outside of D.
@@ -479,10 +459,9 @@ class TmaEpilogue {
   };
 
   // A value for each column of the tile. Of every 32 pairs each lane of a warp holds one, and gives it to the others.
-  // Kernels that reduce have no registers for that, and load each pair where it is added.
   template <class T>
   struct Row {
-    static constexpr int kPairs = reduces ? 0 : ceil_div(DG_TILE_N / 2, cutlass::NumThreadsPerWarp);
+    static constexpr int kPairs = ceil_div(DG_TILE_N / 2, cutlass::NumThreadsPerWarp);
     T const* data;  // of the tile's first column
     int columns;    // from there to the end of D
     cute::array<Pair<T>, kPairs> pairs;
@@ -499,13 +478,9 @@ class TmaEpilogue {
     // This thread's pair in the 8 columns from `column` of the tile. All threads of a warp call it.
     CUTLASS_DEVICE Pair<T> at(int column) const {
       int const own = cutlass::canonical_lane_idx() % 4;
-      if constexpr (reduces) {
-        return load_(column + own * 2);
-      } else {
-        int const pair = column / 2;
-        return {__shfl_sync(
-            0xffffffff, pairs[pair / cutlass::NumThreadsPerWarp].both, pair % cutlass::NumThreadsPerWarp + own)};
-      }
+      int const pair = column / 2;
+      return {__shfl_sync(
+          0xffffffff, pairs[pair / cutlass::NumThreadsPerWarp].both, pair % cutlass::NumThreadsPerWarp + own)};
     }
 
    private:
@@ -519,7 +494,6 @@ class TmaEpilogue {
   // The terms of a thread's values, but the source: all that there are, or the bias.
   template <bool kAll>
   struct Loaded {
-    static constexpr bool kRowScales = kAll && !reduces;  // partial sums come with scales of whole tensors
     static constexpr bool kAux = kAll && has_source;
     float scale_a[kDown][2];
     Row<float> scale_b;
@@ -532,10 +506,10 @@ class TmaEpilogue {
       int const rows = get<0>(problem), columns = get<1>(problem);
       int64_t const batch = get<3>(coord);
       if (!kAll || terms.bias) bias.begin(terms.bias + batch * terms.bias_stride, column_(coord, 0), columns);
-      if (kRowScales && terms.scale_b_step) {
+      if (kAll && terms.scale_b_step) {
         scale_b.begin(terms.scale_b + batch * terms.scale_b_stride, column_(coord, 0), columns);
       }
-      if (kRowScales && terms.scale_a_step) {
+      if (kAll && terms.scale_a_step) {
         float const* const scales = terms.scale_a + batch * terms.scale_a_stride;
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kDown * 2; ++i) {
@@ -582,11 +556,11 @@ class TmaEpilogue {
           for (int j = 0; j < 4; ++j) change(values[i + j], pair[j % 2]);
         }
       };
-      if (kRowScales && terms.scale_a_step) {
+      if (kAll && terms.scale_a_step) {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kPart; ++i) values[i] *= scale_a[part.m][i / 2 % 2];
       }
-      if (kRowScales && terms.scale_b_step) {
+      if (kAll && terms.scale_b_step) {
         of_columns(scale_b, [](float& value, float scale) CUTLASS_LAMBDA_FUNC_INLINE { value *= scale; });
       }
       if (!kAll || terms.bias) {

@@ -56,6 +56,7 @@ struct Workspaces {
   uint64_t slots, slots_of_buffer;
   uint32_t rank;
   uint32_t executable;
+  uint32_t ranks;
   uint32_t epochs_a_replay;  // 1; 0 in benchmarks, whose flags are set before
 
   CUTE_DEVICE Control& control(uint32_t at) const { return *reinterpret_cast<Control*>(base[at]); }
@@ -82,7 +83,7 @@ struct Workspaces {
   }
 
   // Tells the watchdogs of all ranks that this rank has begun the epoch. It orders nothing.
-  CUTE_DEVICE void tell_begun(uint32_t ranks, uint64_t epoch) const {
+  CUTE_DEVICE void tell_begun(uint64_t epoch) const {
     *static_cast<uint32_t volatile*>(&control(rank).executable) = executable;
     for (uint32_t i = 0; i < ranks; ++i) {
       set(reinterpret_cast<uint64_t>(&control((rank + i) % ranks).begun[rank]), epoch);

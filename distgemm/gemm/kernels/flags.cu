@@ -7,7 +7,7 @@ namespace distgemm {
 
 using Params = FlagOps;
 
-extern "C" __global__ void distgemm_flags(__grid_constant__ Params const args) { perform(args, 0, args.phases); }
+extern "C" __global__ void distgemm_flags(__grid_constant__ Params const args) { perform(args); }
 
 DG_FACTS{DG_KERNEL(32, 0)};
 

@@ -49,10 +49,10 @@ __device__ inline void write_flag(Operation const& operation, bool release) {
   }
 }
 
-// Performs the phases from `phase` up to `end`. All threads of a warp call it.
-__device__ inline void perform(FlagOps const& ops, int phase, int end) {
-  int begin = phase ? ops.ends[phase - 1] : 0;
-  for (; phase < end; ++phase) {
+// Performs the phases. All threads of a warp call it.
+__device__ inline void perform(FlagOps const& ops) {
+  int begin = 0;
+  for (int phase = 0; phase < ops.phases; ++phase) {
     for (int i = begin + threadIdx.x % 32; i < ops.ends[phase]; i += 32) {
       Operation const& operation = ops.operations[i];
       if (operation.kind == kWait) {
@@ -64,35 +64,6 @@ __device__ inline void perform(FlagOps const& ops, int phase, int end) {
     begin = ops.ends[phase];
     __syncwarp();
   }
-}
-
-// The functions by which threads of a fused kernel pass data on: a thread that waits reads the flag with acquire, and
-// then fences for TMA. A thread that has stored a part of the data, or waited for its stores by TMA, increments a
-// counter with release. The thread that makes the last increment fences for the whole system and sets the flag.
-
-__device__ inline bool is_set(uint64_t flag) { return load_flag(flag) == 1; }
-
-// Orders data that was written without TMA before TMA's reads of it.
-__device__ inline void fence_for_tma() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
-
-__device__ inline void wait_for(uint64_t flag) {
-  while (!is_set(flag)) continue;
-  fence_for_tma();
-}
-
-// Adds one. Returns the new value.
-__device__ inline uint32_t increment(uint32_t* counter) {
-  uint32_t before;
-  asm volatile("atom.add.release.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-  return before + 1;
-}
-
-// Sets a flag, and a counter to 0 for the next launch. The thread that made the last increment calls it: it sees all
-// that the other threads wrote before their increments.
-__device__ inline void set_flag(uint32_t* counter, uint64_t flag) {
-  asm volatile("fence.acq_rel.sys;" ::: "memory");
-  asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(counter) : "memory");
-  asm volatile("st.relaxed.sys.global.u32 [%0], 1;" ::"l"(flag) : "memory");
 }
 
 }  // namespace distgemm

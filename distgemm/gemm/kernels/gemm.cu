@@ -5,9 +5,6 @@
 //
 // A is (m, k), B is (n, k), all others (m, n); bias is a row of n. A scale is one number, or one for each row of A or
 // B.
-//
-// A kernel of another DG_KIND than DG_ONE_GEMM computes several such GEMMs of one shape without a pause between them:
-// see fused.cuh, and fused_reduce.cuh for those that add partial sums.
 
 #include <cstdint>
 #include <type_traits>
@@ -43,19 +40,12 @@
 #define DG_PLAIN 2        // ordinary loads and mma.sync (float32: FMA): any alignment
 #define DG_TMA 0          // results are stored through shared memory and TMA
 #define DG_DIRECT 1       // results are stored from registers, element by element: any alignment
-#define DG_ONE_GEMM 0     // one GEMM, or batches of it
-#define DG_GATHER 1       // several GEMMs, which wait for A or B; sends this rank's shard
-#define DG_REDUCE 2       // several GEMMs, which wait for partial sums and set flags when results are stored
-#define DG_REDUCE_SEND 3  // the same, and sends finished results
 
 #ifndef DG_ELEMENT
 #error "DG_ELEMENT, DG_ELEMENT_B, DG_D, DG_SOURCE, DG_AUX, DG_BIAS, DG_A_ROW, DG_B_ROW, DG_TILE_M, DG_TILE_N, \
-DG_TILE_K, DG_CLUSTER_M, DG_CLUSTER_N, DG_SCHEDULE, DG_EPILOGUE, DG_VECTOR_A, DG_VECTOR_B, \
-DG_SCALE_ROWS_B and DG_KIND are needed"
+DG_TILE_K, DG_CLUSTER_M, DG_CLUSTER_N, DG_SCHEDULE, DG_EPILOGUE, DG_VECTOR_A, DG_VECTOR_B and \
+DG_SCALE_ROWS_B are needed"
 #endif
-
-#define DG_REDUCES (DG_KIND == DG_REDUCE || DG_KIND == DG_REDUCE_SEND)
-#define DG_SENDS (DG_KIND == DG_GATHER || DG_KIND == DG_REDUCE_SEND)
 
 namespace distgemm {
 
@@ -74,14 +64,10 @@ using Cluster = Shape<Int<DG_CLUSTER_M>, Int<DG_CLUSTER_N>, _1>;
 constexpr bool has_source = !std::is_void_v<ElementSource>;
 constexpr bool plain = DG_SCHEDULE == DG_PLAIN;
 constexpr bool direct = DG_EPILOGUE == DG_DIRECT;
-constexpr bool fused = DG_KIND != DG_ONE_GEMM;
-constexpr bool reduces = DG_REDUCES;
 constexpr bool promotes = sizeof(Element) == 1 && !plain;  // products of fp8 are added to sums in float32
 constexpr bool blockwise = DG_SCALE_ROWS_B != 0;  // a scale for each block of A and B; rows of a block of B
 static_assert(direct || !plain, "kernels without TMA store results directly");
-static_assert(!fused || !plain, "fused kernels have a loading warp, which waits");
-static_assert(!blockwise || (promotes && !fused), "scales of blocks have a main loop of their own");
-static_assert(!reduces || (!direct && has_source), "partial sums are loaded and stored by TMA");
+static_assert(!blockwise || promotes, "scales of blocks have a main loop of their own");
 
 template <bool RowMajor>
 using LayoutOf = std::conditional_t<RowMajor, cutlass::layout::RowMajor, cutlass::layout::ColumnMajor>;
@@ -104,17 +90,11 @@ using OrD = std::conditional_t<std::is_void_v<T>, ElementD, T>;
 
 }  // namespace distgemm
 
-#if DG_KIND != DG_ONE_GEMM
-#include "fused.cuh"
-#endif
 #include "promotion.cuh"
 #if DG_SCALE_ROWS_B
 #include "blockwise.cuh"
 #endif
 #include "epilogue.cuh"
-#if DG_REDUCES
-#include "fused_reduce.cuh"
-#endif
 
 namespace distgemm {
 
@@ -200,19 +180,8 @@ using Epilogue = std::conditional_t<
 
 template <class Element, class ElementB, class Epilogue>
 struct TmaMainloop {
-#if DG_SENDS
-  static constexpr int kSendBytes = kCopyWarps * sizeof(Sender::Storage);
-#else
-  static constexpr int kSendBytes = 0;
-#endif
-#if DG_REDUCES
-  static constexpr int kTicketBytes = sizeof(TileTickets);
-#else
-  static constexpr int kTicketBytes = 0;
-#endif
   static constexpr int kTileBytes = blockwise ? 512 : 0;  // BlockwiseMainloop's coordinates of tiles
-  // Exact to the byte: with 128 bytes more, DG_REDUCE_SEND kernels would have one stage less and be 10% slower.
-  static constexpr int kCarveout = sizeof(typename Epilogue::SharedStorage) + kSendBytes + kTicketBytes + kTileBytes;
+  static constexpr int kCarveout = sizeof(typename Epilogue::SharedStorage) + kTileBytes;
   using Schedule = std::conditional_t<
       DG_SCHEDULE == DG_PINGPONG, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
       cutlass::gemm::KernelTmaWarpSpecializedCooperative>;
@@ -302,19 +271,10 @@ using Mainloop = BlockwiseMainloop<Collective>;
 using Mainloop = std::conditional_t<promotes, PromotingMainloop<Collective>, Collective>;
 #endif
 
-template <class Mainloop, class Epilogue, class Scheduler = cutlass::gemm::PersistentScheduler>
-using KernelOf = cutlass::gemm::kernel::GemmUniversal<
-    Shape<int, int, int, int>, Mainloop, Epilogue, std::conditional_t<plain, void, Scheduler>>;
-
-#if DG_KIND == DG_GATHER
-using Kernel =
-    FusedKernel<KernelOf<WaitingMainloop<Mainloop>, IndexedEpilogue<Epilogue>, InterleavedTiles>>;
-#elif DG_REDUCES
-using Kernel = FusedKernel<KernelOf<WaitingMainloop<Mainloop>, ReducingEpilogue<Epilogue>, TicketTiles>>;
-#else
-using Kernel = KernelOf<Mainloop, Epilogue>;
+using Kernel = cutlass::gemm::kernel::GemmUniversal<
+    Shape<int, int, int, int>, Mainloop, Epilogue,
+    std::conditional_t<plain, void, cutlass::gemm::PersistentScheduler>>;
 static_assert(plain || Kernel::SharedStorageSize <= cutlass::gemm::collective::detail::sm90_smem_capacity_bytes);
-#endif
 using Params = typename Kernel::Params;
 
 }  // namespace distgemm

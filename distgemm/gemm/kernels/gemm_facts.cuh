@@ -136,29 +136,6 @@ DG_FACTS{
     DG_CONSTANT(scheduler.cluster_shape_m_, DG_CLUSTER_M),
     DG_CONSTANT(scheduler.cluster_shape_n_, DG_CLUSTER_N),
 #endif
-#if DG_KIND != DG_ONE_GEMM
-    DG_NUMBER("send_part", Sender::kPart),
-    DG_NUMBER("send_parts", Sender::kParts),
-    DG_NUMBER("send_unit", Sender::kUnit),
-    DG_OPERANDS(mainloop.received),
-    DG_FIELD(mainloop.moving),
-    DG_FIELD(mainloop.slice_tiles),
-    DG_FIELD(mainloop.operands),
-    DG_FIELD(epilogue.results),
-    DG_FIELD(scheduler.clusters),
-    DG_FIELD(scheduler.groups),
-    DG_FIELD(sender),
-    DG_FIELD(handshake),
-#endif
-#if DG_REDUCES
-    DG_RESULTS(epilogue.remote),
-    DG_FIELD(epilogue.remote.pacing),
-    DG_FIELD(epilogue.counters),
-    DG_FIELD(epilogue.tiles),
-    DG_FIELD(epilogue.waits_for_start),
-    DG_FIELD(epilogue.addends),
-    DG_FIELD(scheduler.counters),
-#endif
 };
 
 }  // namespace distgemm

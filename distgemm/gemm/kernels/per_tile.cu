@@ -10,6 +10,8 @@
 //                      peer whose tile it is                       slots, and stores to D
 //   DG_ALL_REDUCE      the same; warp 1 takes the result to D      the same, and stores the result to slots at all
 //                      once the owner has stored it in a slot      peers
+//   DG_ONE_SHOT        there is none                               its partial sum goes to slots at all ranks, this one
+//                                                                  too; adds those of all ranks, and stores to D
 //   DG_TO_OWNERS       its result goes to a slot at the peer       stores to D; warp 1 takes to D what peers made of
 //                      that has its columns of D                   their rows
 //   DG_FROM_HOLDERS    there is none                               A's columns of other ranks come from slots, slice by
@@ -70,6 +72,7 @@
 #define DG_ALL_REDUCE 3
 #define DG_TO_OWNERS 4     // a GEMM, and an all-to-all
 #define DG_FROM_HOLDERS 5  // an all-to-all, and a GEMM
+#define DG_ONE_SHOT 6      // an all-reduce in which every rank owns all tiles
 
 namespace distgemm {
 
@@ -84,9 +87,11 @@ using Partial = DG_PARTIAL;  // of partial sums
 constexpr int kPattern = DG_PATTERN;
 constexpr bool kFromHolders = kPattern == DG_FROM_HOLDERS, kToOwners = kPattern == DG_TO_OWNERS;
 constexpr bool kGathers = kPattern == DG_GATHER || kFromHolders;  // slices of A, from slots
-constexpr bool kAllReduces = kPattern == DG_ALL_REDUCE, kReduces = kPattern == DG_REDUCE_SCATTER || kAllReduces;
-constexpr bool kTakes = kAllReduces || kToOwners;                         // results from peers
-constexpr bool kOwnRows = kPattern == DG_REDUCE_SCATTER || kFromHolders;  // D has this rank's rows only
+constexpr bool kAllReduces = kPattern == DG_ALL_REDUCE, kOneShot = kPattern == DG_ONE_SHOT;
+constexpr bool kReduces = kPattern == DG_REDUCE_SCATTER || kAllReduces || kOneShot;
+constexpr bool kTakes = kAllReduces || kToOwners;                                  // results from peers
+constexpr bool kOneD = kPattern == DG_REDUCE_SCATTER || kFromHolders || kOneShot;  // D has the rows of one shard
+constexpr uint32_t kNearest = kOneShot ? 0 : 1;                                    // distance from which sums come
 constexpr bool kPingpong = DG_PINGPONG;  // each warp group has tiles of its own. Otherwise both share each tile
 constexpr int kTileM = DG_TILE_M, kTileN = DG_TILE_N, kTileK = 128 / sizeof(Element);
 constexpr int kClusterM = DG_CLUSTER_M, kClusterN = DG_CLUSTER_N, kCluster = kClusterM * kClusterN;
@@ -115,12 +120,23 @@ CUTE_HOST_DEVICE constexpr int subtile_column(int subtile) {
   return cute::min(subtile / kDown * kColumns, kPartN - kColumns);
 }
 
-// A part of a partial sum is stored as threads hold it: 16 bytes of each thread, one pack behind the other. The last
-// subtile may have fewer packs.
+// A part of a partial sum is stored as threads hold it: packs of 16 bytes of each thread. A subtile has those of each
+// warp one behind the other, so 16 rows come before the next ones. The last subtile may have fewer packs.
 constexpr int kPackBytes = kWarpGroupThreads * 16, kPacks = kSubtile / kPackBytes;  // of a subtile
 constexpr int kSumBytes = kPartM * kPartN * sizeof(Partial);
 constexpr int kSums = (kSumBytes + kSubtile - 1) / kSubtile;  // subtiles
 static_assert(kSumBytes % kPackBytes == 0);
+constexpr int kPartPacks = kSumBytes / kPackBytes;
+CUTE_HOST_DEVICE constexpr int packs_of(int subtile) {
+  return subtile + 1 < kSums ? kPacks : kPartPacks - (kSums - 1) * kPacks;
+}
+constexpr uint32_t kWarpPack = 32 * 16;  // bytes of a warp's pack
+// Bytes from the first pack of a thread to one of its packs, in whole subtiles; and by how many less in the last one.
+CUTE_HOST_DEVICE constexpr uint32_t pack_offset(int pack) { return pack / kPacks * kSubtile + pack % kPacks * kWarpPack; }
+CUTE_DEVICE uint32_t pack_shift(int pack, uint32_t warp) {
+  return warp * (kPacks - packs_of(pack / kPacks)) * kWarpPack;
+}
+CUTE_DEVICE uint32_t first_pack(uint32_t thread) { return thread / 32 * kPacks * kWarpPack + thread % 32 * 16; }
 
 constexpr int kPartBytes = (kTakes ? cute::max(kSums, kResults) : kSums) * kSubtile;  // of a slot
 
@@ -294,7 +310,7 @@ class Kernel {
         block_(kCluster > 1 ? block_rank_in_cluster() : 0),
         clusters_(gridDim.x / kCluster),
         shard_depth_((params.k + kTileK - 1) / kTileK),
-        depth_(shard_depth_ * (kFromHolders ? order_.ranks : 1)) {}
+        depth_(shard_depth_ * (kFromHolders ? spaces_.ranks : 1)) {}
 
   CUTE_DEVICE void run() {
     uint32_t const warp = cutlass::canonical_warp_idx_sync();
@@ -413,7 +429,7 @@ class Kernel {
 
   // Whether shards of D are columns, and not rows.
   CUTE_DEVICE bool by_columns_() const { return kAllReduces && params_.by_columns; }
-  CUTE_DEVICE uint32_t rank_at_(uint32_t distance) const { return (spaces_.rank + distance) % order_.ranks; }
+  CUTE_DEVICE uint32_t rank_at_(uint32_t distance) const { return (spaces_.rank + distance) % spaces_.ranks; }
 
   // The number of a part of a tile among those of a shard.
   CUTE_DEVICE uint32_t part_(Tile const& tile, uint32_t part) const {
@@ -423,10 +439,12 @@ class Kernel {
     return order_.blocks * kClusterM * order_.columns * kClusterN * kParts;
   }
   // Flag and slot of a part that a rank receives: of the sums from a distance, and behind them of their results. Where
-  // there are no sums, results have their slots.
-  CUTE_DEVICE uint32_t sum_slot_(uint32_t distance, uint32_t part) const { return (distance - 1) * parts_() + part; }
+  // there are no sums, results have their slots. A one-shot kernel also has slots for its own sums.
+  CUTE_DEVICE uint32_t sum_slot_(uint32_t distance, uint32_t part) const {
+    return (distance - kNearest) * parts_() + part;
+  }
   CUTE_DEVICE uint32_t result_slot_(uint32_t distance, uint32_t part) const {
-    return sum_slot_(distance + (kAllReduces ? order_.ranks - 1 : 0), part);
+    return sum_slot_(distance + (kAllReduces ? spaces_.ranks - 1 : 0), part);
   }
   // The flag of a piece of a shard that a rank receives.
   CUTE_DEVICE uint32_t piece_slot_(uint32_t distance, uint32_t row, uint32_t slice) const {
@@ -455,7 +473,8 @@ class Kernel {
       Clock const clock = ticket.clock;
       Tile const tile = tile_(ticket);
       bool const inside = int32_t(tile.row * kTileM) < params_.m;  // of A
-      uint32_t const slices = params_.slices * (kFromHolders ? order_.ranks : 1);
+      uint32_t const of_tile = rank_at_(tile.distance);
+      uint32_t const slices = params_.slices * (kFromHolders ? spaces_.ranks : 1);
       uint32_t arrived = 0, first_slice = 0;  // slices from the first on that have arrived, as bits
       // The next ticket arrives while the last slices are loaded.
       Clock taken{};
@@ -466,8 +485,9 @@ class Kernel {
         Slice const from = slice_(tile, slice);
         bool const receives = kGathers && from.distance;
         CUtensorMap const& map_a = receives ? params_.received[clock.buffer()] : params_.a;
-        uint32_t const of_shard = rank_at_(from.distance);
-        uint32_t const matrix_a = receives ? from.distance - 1 : kFromHolders || (kReduces && !by_columns_()) ? of_shard : 0;
+        uint32_t const of_shard = kFromHolders ? rank_at_(from.distance) : of_tile;
+        bool const of_all = kFromHolders || (kReduces && !kOneShot && !by_columns_());  // this rank has A of all shards
+        uint32_t const matrix_a = receives ? from.distance - 1 : of_all ? of_shard : 0;
         uint32_t const matrix_b = kToOwners || kFromHolders || by_columns_() ? of_shard : 0;
         bool const known = slice < first_slice + kPolledSlices && arrived >> (slice - first_slice) * kPiecesDown & 1;
         if (receives && inside && !known) {
@@ -565,7 +585,7 @@ class Kernel {
       }
       if (lane() == 0) taken = take_(counter);
       auto const piece = params_.pieces.at(order_, ticket);
-      uint32_t const peer = rank_at_(order_.ranks - piece.distance);
+      uint32_t const peer = rank_at_(spaces_.ranks - piece.distance);
       int64_t const column = int64_t(piece.slice) * kPieceBytes;
       uint32_t const bytes = cute::min(int64_t(kPieceBytes), row_bytes - column);
       int32_t const begin = piece.row * kPieceRows, end = cute::min(begin + kPieceRows, params_.m);
@@ -615,7 +635,7 @@ class Kernel {
     Tickets tickets{storage_};
     Clock const clock = tickets.next().clock;
     uint32_t& counter = spaces_.control(spaces_.rank).counter;
-    uint32_t const peers = order_.ranks - 1, count = peers * parts_() * takes;
+    uint32_t const peers = spaces_.ranks - 1, count = peers * parts_() * takes;
     uint32_t phase = 0;
     bool const leads = lane() == 0, mute = kToOwners ? __any_sync(0xffffffff, mute_) : mute_;
     bool const adds = kToOwners && !mute && (params_.terms.bias || params_.terms.c);
@@ -692,7 +712,7 @@ class Kernel {
     Tickets tickets{storage_};
     Uses<kEpilogueStages> uses, others;  // of this tile's warp groups. Pingpong: of the other one
     LinkPacing const pacing{&spaces_.control(spaces_.rank).link_free, params_.picoseconds_per_kib};
-    uint32_t const peers = order_.ranks - 1;
+    uint32_t const peers = spaces_.ranks - 1;
     bool const sends = !kGathers && !mute_;
     uint32_t number = 0;
     uint64_t* stored = nullptr;  // the barrier of a stage from which a store may still read
@@ -704,64 +724,91 @@ class Kernel {
     };
     for (Ticket ticket = tickets.next(); exists_(ticket); ticket = tickets.next(), ++number) {
       Clock const clock = ticket.clock;
-      if (clock.ticket() == 0 && block_ == 0) spaces_.tell_begun(order_.ranks, clock.epoch());
+      if (clock.ticket() == 0 && block_ == 0) spaces_.tell_begun(clock.epoch());
       Tile const tile = tile_(ticket);
-      bool const remote = !kGathers && tile.distance, is_sum = kReduces && remote;
-      int const subtiles = is_sum ? kSums : kResults;
-      bool const leaves = sends && (remote || kAllReduces);  // to peers
-      uint32_t const bytes = (is_sum ? kSumBytes : kResults * kSubtile * (remote ? 1 : peers)) * kParts;
+      bool const remote = !kGathers && tile.distance;
       int const first = kPingpong ? number % kWarpGroups : 0;
       uint32_t const part = part_(tile, 0), peer = rank_at_(tile.distance);
-      uint32_t const slot = remote ? sum_slot_(order_.ranks - tile.distance, part) : 0;
-      CUTE_NO_UNROLL
-      for (int i = 0; i < subtiles; ++i) {
-        CUTE_UNROLL
-        for (int j = 0; j < kParts; ++j) {
-          int const group = first + j;
-          uint64_t& written = storage_.written[group][uses.index()];
-          uint8_t* const from = storage_.subtiles[group][uses.index()];
-          if (!Barrier::test(written, uses.phase())) {
-            release();
-            Barrier::wait(written, uses.phase());
-          }
-          if (!remote) store_result_(from, tile, j, i);
-          if (leaves && i == 0 && j == 0) pacing.wait(bytes);
-          if (remote && sends) {
-            int32_t const last = kSumBytes - (kSums - 1) * kSubtile;
-            store_at_(peer, clock.buffer(), slot + j, i, from, is_sum && i + 1 == kSums ? last : kSubtile);
-          } else if (!remote) {
-            for (uint32_t distance = 1; kAllReduces && sends && distance <= peers; ++distance) {
-              uint32_t const to = rank_at_(order_.ranks - distance);
-              store_at_(to, clock.buffer(), result_slot_(distance, part + j), i, from, kSubtile);
+      uint32_t const slot = remote ? sum_slot_(spaces_.ranks - tile.distance, part) : 0;
+      // Where a part that goes to several ranks lies at the one so far before this one.
+      auto const slot_at = [&](uint32_t distance, int j) {
+        return kOneShot ? sum_slot_(distance, part + j) : result_slot_(distance, part + j);
+      };
+      // A one-shot kernel stores the sum of each tile, and then the result.
+      for (int pass = 0; pass < 2; ++pass) {
+        bool const is_sum = pass == 0;
+        if (is_sum != (kReduces && remote) && !kOneShot) continue;
+        int const subtiles = is_sum ? kSums : kResults;
+        bool const spreads = kAllReduces ? !remote : kOneShot && is_sum;  // to several ranks
+        bool const leaves = sends && (remote || spreads);
+        CUTE_NO_UNROLL
+        for (int i = 0; i < subtiles; ++i) {
+          CUTE_UNROLL
+          for (int j = 0; j < kParts; ++j) {
+            int32_t const size = bytes_(tile, j, i, is_sum);
+            int const group = first + j;
+            uint64_t& written = storage_.written[group][uses.index()];
+            uint8_t* const from = storage_.subtiles[group][uses.index()];
+            if (!Barrier::test(written, uses.phase())) {
+              release();
+              Barrier::wait(written, uses.phase());
             }
+            if (!remote && !(kOneShot && is_sum)) store_result_(from, tile, j, i);
+            if (leaves && i == 0 && j == 0) pacing.wait(tile_bytes_(tile, is_sum) * (remote ? 1 : peers));
+            if (leaves && remote && size) store_at_(peer, clock.buffer(), slot + j, i, from, size);
+            for (uint32_t distance = kNearest; leaves && spreads && size && distance <= peers; ++distance) {
+              uint32_t const to = rank_at_(spaces_.ranks - distance);
+              store_at_(to, clock.buffer(), slot_at(distance, j), i, from, size);
+            }
+            commit();
+            if (stored) {  // the one before this one
+              wait_until_read<1>();
+              Barrier::arrive(*stored);
+            }
+            stored = &storage_.free[group][uses.index()];
           }
-          commit();
-          if (stored) {  // the one before this one
-            wait_until_read<1>();
-            Barrier::arrive(*stored);
-          }
-          stored = &storage_.free[group][uses.index()];
+          ++uses.count;
         }
-        ++uses.count;
+        if (!leaves) continue;
+        release();
+        wait_until_stored();
+        release_to_system();
+        for (int j = 0; j < kParts; ++j) {
+          if (remote) Workspaces::set(spaces_.flag(peer, clock.buffer(), slot + j), clock.epoch());
+          for (uint32_t distance = kNearest; spreads && distance <= peers; ++distance) {
+            uint32_t const to = rank_at_(spaces_.ranks - distance);
+            Workspaces::set(spaces_.flag(to, clock.buffer(), slot_at(distance, j)), clock.epoch());
+          }
+        }
       }
       if constexpr (kPingpong) {
         auto const now = uses;
         uses = others;
         others = now;
       }
-      if (!leaves) continue;
-      release();
-      wait_until_stored();
-      release_to_system();
-      for (int j = 0; j < kParts; ++j) {
-        if (remote) Workspaces::set(spaces_.flag(peer, clock.buffer(), slot + j), clock.epoch());
-        for (uint32_t distance = 1; !remote && distance <= peers; ++distance) {
-          uint32_t const to = rank_at_(order_.ranks - distance);
-          Workspaces::set(spaces_.flag(to, clock.buffer(), result_slot_(distance, part + j)), clock.epoch());
-        }
-      }
     }
     wait_until_read<0>();  // the end of the kernel waits for the rest
+  }
+
+  // Bytes of a subtile that are stored at a peer: not those behind the last row, by 16 rows in a partial sum.
+  CUTE_DEVICE int32_t bytes_(Tile const& tile, int part, int subtile, bool is_sum) const {
+    constexpr int of_rows = kSums % kDown ? 0 : kSums / kDown;  // subtiles of a sum that have the same rows, if any
+    int32_t const whole = is_sum ? packs_of(subtile) * kPackBytes : kSubtile;
+    int const down = is_sum ? (of_rows ? subtile / of_rows : 0) : subtile % kDown;
+    int32_t const rows = params_.m - int32_t(tile.row * kTileM + (down * kParts + part) * kHeight);
+    if (rows >= kHeight || (is_sum && !of_rows)) return whole;
+    if (rows <= 0) return 0;
+    return is_sum ? whole / 4 * ((rows + 15) / 16) : rows * kLine;
+  }
+  // The same, of all parts of a tile.
+  CUTE_DEVICE uint32_t tile_bytes_(Tile const& tile, bool is_sum) const {
+    if (int32_t((tile.row + 1) * kTileM) <= params_.m) return (is_sum ? kSumBytes : kResults * kSubtile) * kParts;
+    uint32_t bytes = 0;
+    CUTE_NO_UNROLL
+    for (int i = 0; i < (is_sum ? kSums : kResults) * kParts; ++i) {
+      bytes += bytes_(tile, i % kParts, i / kParts, is_sum);
+    }
+    return bytes;
   }
 
   CUTE_DEVICE void store_at_(
@@ -774,7 +821,7 @@ class Kernel {
   CUTE_DEVICE void store_result_(uint8_t* from, Tile const& tile, int part, int subtile) {
     int32_t const column = tile.column * kTileN + subtile_column(subtile);
     int32_t const row = tile.row * kTileM + (subtile % kDown * kParts + part) * kHeight;
-    int32_t const matrix = kOwnRows ? 0 : rank_at_(tile.distance);
+    int32_t const matrix = kOneD ? 0 : rank_at_(tile.distance);
     SM90_TMA_STORE_3D::copy(&params_.d, from, column, row, matrix);
   }
 
@@ -859,6 +906,11 @@ class Kernel {
       if (kHandsOut && hands_out) wait_until_handed_out_<0>();
       release_(last);
       scale_(sums);
+      if constexpr (kOneShot) {  // all ranks add the same numbers in the same order
+        write_sums_(sums, group, uses, thread);
+        CUTE_UNROLL
+        for (int i = 0; i < size(sums); ++i) sums(i) = mute_ ? __int_as_float(0x7fffffff) : 0.0f;
+      }
       if (kReduces && tile.distance) {
         write_sums_(sums, group, uses, thread);
       } else {
@@ -895,7 +947,7 @@ class Kernel {
     Element const nan(__int_as_float(0x7fffffff));
     for (int32_t row = tile.row * kTileM; row < cute::min(int32_t(tile.row + 1) * kTileM, params_.m); ++row) {
       int64_t const at = kFromHolders ? row : int64_t(rank_at_(tile.distance)) * params_.m + row;
-      int64_t const columns = int64_t(params_.k) * (kFromHolders ? order_.ranks : 1);
+      int64_t const columns = int64_t(params_.k) * (kFromHolders ? spaces_.ranks : 1);
       for (int64_t k = 0; k < columns; ++k) params_.gathered_at[at * params_.gathered_stride + k] = nan;
     }
   }
@@ -948,7 +1000,6 @@ class Kernel {
 
   static constexpr int kPacked = 16 / sizeof(Partial);
   using Pack = cutlass::Array<Partial, kPacked>;
-  static constexpr int kPartPacks = kSumBytes / kPackBytes;  // of a part
   // Packs that are loaded at a time: as many as there are registers for, and equal numbers.
   static constexpr int packs_ahead_() {
     constexpr int most = cute::min(16, (kAddRegisters - kPartM * kPartN / kWarpGroupThreads) / 4);
@@ -957,45 +1008,48 @@ class Kernel {
     return ahead;
   }
 
-  // Adds the partial sums of all peers, in the order of distances. While those of a peer are added, the next ones are
-  // under way.
+  // Adds the partial sums of all peers, in the order of distances; a one-shot kernel those of all ranks, in the order of
+  // ranks. While those of a rank are added, the next ones are under way.
   template <class Sums>
   CUTE_DEVICE void add_sums_(Sums& sums, Clock clock, uint32_t part, int thread) {
     constexpr int ahead = packs_ahead_();
     static_assert(kPartPacks * kPacked == size(typename Sums::layout_type{}));
-    uint64_t const slots = spaces_.slot(spaces_.rank, clock.buffer(), thread * 16);
+    uint64_t const slots = spaces_.slot(spaces_.rank, clock.buffer(), first_pack(thread));
     uint4 found[ahead];
-    auto const load = [&](uint32_t distance, int pack) {
+    auto const slot = [&](uint32_t i) {
+      return sum_slot_(kOneShot ? (i + spaces_.ranks - spaces_.rank) % spaces_.ranks : i, part);
+    };
+    auto const load = [&](uint32_t i, int pack) {
       uint4& to = found[pack % ahead];
       asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
-                   : "l"(slots + uint64_t(sum_slot_(distance, part)) * kPartBytes + pack * kPackBytes)
+                   : "l"(slots + uint64_t(slot(i)) * kPartBytes + pack_offset(pack) - pack_shift(pack, thread / 32))
                    : "memory");
     };
-    uint32_t first = 1, arrived = 0;  // of distances from the first on, as bits
-    auto const wait = [&](uint32_t distance) {
-      if (distance < first + 32 && arrived >> (distance - first) & 1) return;
-      first = distance;
-      uint32_t const next = distance + lane();
-      arrived = wait_for_flags_(clock, next < order_.ranks, sum_slot_(next, part), 1);
+    uint32_t first = kNearest, arrived = 0;  // of those that come next, from the first on, as bits
+    auto const wait = [&](uint32_t i) {
+      if (i < first + 32 && arrived >> (i - first) & 1) return;
+      first = i;
+      uint32_t const next = i + lane();
+      arrived = wait_for_flags_(clock, next < spaces_.ranks, slot(next), 1);
     };
-    if (order_.ranks == 1) return;
-    wait(1);
+    if (spaces_.ranks == kNearest) return;
+    wait(kNearest);
     CUTE_UNROLL
-    for (int pack = 0; pack < ahead; ++pack) load(1, pack);
+    for (int pack = 0; pack < ahead; ++pack) load(kNearest, pack);
     CUTE_NO_UNROLL
-    for (uint32_t distance = 1; distance < order_.ranks; ++distance) {
-      bool const last = distance + 1 == order_.ranks;
-      if (!last) wait(distance + 1);
+    for (uint32_t i = kNearest; i < spaces_.ranks; ++i) {
+      bool const last = i + 1 == spaces_.ranks;
+      if (!last) wait(i + 1);
       CUTE_UNROLL
       for (int pack = 0; pack < kPartPacks; ++pack) {
         auto const& values = reinterpret_cast<Pack const&>(found[pack % ahead]);
         CUTE_UNROLL
-        for (int i = 0; i < kPacked; ++i) sums(pack * kPacked + i) += float(values[i]);
+        for (int j = 0; j < kPacked; ++j) sums(pack * kPacked + j) += float(values[j]);
         if (pack + ahead < kPartPacks) {
-          load(distance, pack + ahead);
+          load(i, pack + ahead);
         } else if (!last) {
-          load(distance + 1, pack + ahead - kPartPacks);
+          load(i + 1, pack + ahead - kPartPacks);
         }
       }
     }
@@ -1006,13 +1060,13 @@ class Kernel {
   CUTE_DEVICE void write_sums_(Sums& sums, int group, Uses<kEpilogueStages>& uses, int thread) {
     CUTE_UNROLL
     for (int subtile = 0; subtile < kSums; ++subtile) {
-      uint8_t* const to = begin_write_(group, uses);
+      uint8_t* const to = begin_write_(group, uses) + first_pack(thread);
       CUTE_UNROLL
       for (int pack = subtile * kPacks; pack < (subtile + 1) * kPacks && pack < kPartPacks; ++pack) {
         cutlass::Array<float, kPacked> values;
         CUTE_UNROLL
         for (int i = 0; i < kPacked; ++i) values[i] = sums(pack * kPacked + i);
-        reinterpret_cast<Pack*>(to)[pack % kPacks * kWarpGroupThreads + thread] =
+        *reinterpret_cast<Pack*>(to + pack_offset(pack % kPacks) - pack_shift(pack, thread / 32)) =
             cutlass::NumericArrayConverter<Partial, float, kPacked>::convert(values);
       }
       end_write_(group, uses);
@@ -1042,7 +1096,7 @@ class Kernel {
   CUTE_DEVICE void add_terms_(Sums& sums, Tile const& tile, int part, int thread) const {
     Terms const& terms = params_.terms;
     if (!terms.bias && !terms.c) return;
-    int32_t const first_row = kOwnRows || by_columns_() ? 0 : rank_at_(tile.distance) * params_.m;
+    int32_t const first_row = kOneD || by_columns_() ? 0 : rank_at_(tile.distance) * params_.m;
     int64_t const shift = by_columns_() ? int64_t(rank_at_(tile.distance)) * params_.n : 0;  // of columns
     int32_t const first = tile.row * kTileM + part * kHeight + thread / 32 * 16 + thread % 32 / 4;
     int32_t const first_column = tile.column * kTileN + thread % 4 * 2;

@@ -30,7 +30,7 @@ CUTE_HOST_DEVICE uint32_t divide(uint32_t n, uint32_t d) {
 }
 
 struct TileOrder {
-  uint32_t ranks;
+  uint32_t ranks;             // whose shards are multiplied: 1 where each rank owns all tiles
   uint32_t blocks, columns;   // of clusters in a shard
   uint32_t group;             // rows of clusters that are multiplied in turn
   uint32_t lead;              // by so many units own tiles come earlier (a gather) or later (a reduction) than others

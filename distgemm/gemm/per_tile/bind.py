@@ -38,7 +38,8 @@ class RankGemm:
     Attributes:
         traits: of the kernel.
         distances: of the other ranks' shards, in the order in which they are multiplied.
-        m: rows of a shard. A shard has the rows of a rank; for "gemm+a2a" this rank's rows and the columns of a rank.
+        m: rows of a shard. A shard has the rows of a rank; for "gemm+a2a" this rank's rows and the columns of a rank;
+            in a one-shot all-reduce all of D, as each rank owns all tiles.
         n: columns of D on a rank.
         k: columns of A on a rank.
         group: rows of clusters that are multiplied in turn; 0: so many that tiles at a time span as many rows as
@@ -72,13 +73,13 @@ class RankGemm:
         blocks, columns = -(-self.m // height), -(-self.n // width)
         at_once = SMS // (traits.cluster[0] * traits.cluster[1])
         to_owners, from_holders = traits.pattern == "gemm+a2a", traits.pattern == "a2a+gemm"
-        shards = (
-            1 if to_owners or from_holders or self.by_columns else self.ranks
-        )  # whose rows are multiplied at a time
+        one = to_owners or from_holders or self.by_columns or traits.one_shot
+        shards = 1 if one else self.ranks  # whose rows are multiplied at a time
         group = self.group or max(1, min(blocks, round(math.sqrt(at_once * width / height) / shards)))
         usual = blocks * columns if traits.gathers or to_owners else -(-2 * at_once // self.ranks)
         lead = min(blocks * columns, usual if self.lead is None or from_holders else self.lead)
-        order = TileOrder(self.distances, blocks, columns, group, lead, traits.gathers, from_holders)
+        distances, lead = ((), 0) if traits.one_shot else (self.distances, lead)
+        order = TileOrder(distances, blocks, columns, group, lead, traits.gathers, from_holders)
         if order.clusters + 1024 > MAX_TICKETS:
             raise ValueError(f"a kernel has at most {MAX_TICKETS} clusters of tiles, got {order.clusters}")
         return order
@@ -110,6 +111,8 @@ class RankGemm:
         """Number of flags in each buffer of a workspace."""
         if self.traits.gathers:
             return self.pieces.pieces
+        if self.traits.one_shot:
+            return self.ranks * self.parts
         return (self.ranks - 1) * self.parts * (2 if self.traits.pattern == "gemm+ar" else 1)
 
     def slot_of(self, number: int) -> tuple[int, str]:
@@ -119,7 +122,7 @@ class RankGemm:
             number: of the flag in its buffer.
 
         Returns:
-            The distance of the rank that sets it, and in words what comes from there.
+            The distance of the rank that sets it, 0 for this one, and in words what comes from there.
         """
         traits = self.traits
         if traits.gathers:
@@ -131,8 +134,10 @@ class RankGemm:
                 return distance + 1, f"slice {piece} of its columns of A, for {rows} of this rank's rows"
             return distance + 1, f"slice {piece} of k, for {rows} of its shard of A"
         rest, part = divmod(number, self.parts)
-        result, distance = divmod(rest, self.ranks - 1)
         row, column = divmod(part // traits.parts, self.order.columns * traits.cluster[1])
+        if traits.one_shot:
+            return rest, f"the partial sum of tile ({row}, {column}) of D"
+        result, distance = divmod(rest, self.ranks - 1)
         if traits.pattern == "gemm+a2a":
             return distance + 1, f"the result of tile ({row}, {column}) of its rows of this rank's columns of D"
         what, whose = ("result", "its") if result else ("partial sum", "this rank's")
@@ -204,9 +209,11 @@ def params_of(
     Args:
         gemm: what is multiplied.
         space: the workspaces.
-        a: this rank's A: (m, k) for an all-gather, "gemm+a2a" and shards of columns, else (ranks * m, k).
+        a: this rank's A: (m, k) for an all-gather, "gemm+a2a", a one-shot all-reduce and shards of columns, else
+            (ranks * m, k).
         b: (n, k), for "gemm+a2a" and shards of columns (ranks * n, k), for "a2a+gemm" (n, ranks * k).
-        d: (ranks * m, n), for a reduce-scatter and "a2a+gemm" (m, n), for shards of columns (m, ranks * n).
+        d: (ranks * m, n), for a reduce-scatter, "a2a+gemm" and a one-shot all-reduce (m, n), for shards of columns
+            (m, ranks * n).
         alpha: factor of the product.
         bias: (n,), for shards of columns (ranks * n,).
         c: of D's shape.
@@ -222,8 +229,8 @@ def params_of(
     """
     traits, ranks, m = gemm.traits, gemm.ranks, gemm.m
     to_owners, from_holders = traits.pattern == "gemm+a2a", traits.pattern == "a2a+gemm"
-    one_a = traits.pattern in {"ag+gemm", "gemm+a2a"} or gemm.by_columns
-    one_d = traits.pattern in {"gemm+rs", "a2a+gemm"}
+    one_a = traits.pattern in {"ag+gemm", "gemm+a2a"} or gemm.by_columns or traits.one_shot
+    one_d = traits.pattern in {"gemm+rs", "a2a+gemm"} or traits.one_shot
     share_a, share_b = (extent // blocks for extent, blocks in traits.shares)
     params = structs.Params.new()
     _describe(params.a, "A", a, traits.dtype, m, 1 if one_a else ranks, share_a, traits.a_major == "k")
@@ -246,7 +253,7 @@ def params_of(
     spaces.base[:ranks] = list(space.bases)
     spaces.flags, spaces.flags_of_buffer = space.flags_at, space.flags * 8
     spaces.slots, spaces.slots_of_buffer = space.slots_at, space.slots_of_buffer
-    spaces.rank, spaces.executable = space.rank, executable
+    spaces.rank, spaces.ranks, spaces.executable = space.rank, ranks, executable
     spaces.epochs_a_replay = epochs_a_replay
     terms = params.terms
     terms.alpha, terms.beta = alpha, beta

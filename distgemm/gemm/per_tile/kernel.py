@@ -22,6 +22,7 @@ CUTLASS_TYPES = {"bfloat16": "cutlass::bfloat16_t", "float16": "cutlass::half_t"
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of an element."""
 
+ONE_SHOT_NUMBER = 6
 SHARED_BYTES = 227 << 10
 """Shared memory of a thread block."""
 RESERVED_BYTES = 2 << 10
@@ -68,6 +69,7 @@ class KernelTraits:
         a_major: "k" if rows of A are contiguous, "m" if columns are.
         b_major: "k" if rows of B are contiguous, "n" if columns are.
         sends: whether a kernel that gathers sends its shard of A.
+        one_shot: whether all ranks add all partial sums of an all-reduce. Otherwise the owner of a tile does.
         epilogue_stages: subtiles that each warp group has in shared memory, to be stored.
 
     Raises:
@@ -84,6 +86,7 @@ class KernelTraits:
     a_major: Literal["k", "m"] = "k"
     b_major: Literal["k", "n"] = "k"
     sends: bool = False
+    one_shot: bool = False
     epilogue_stages: int = 2
 
     def __post_init__(self) -> None:
@@ -91,7 +94,9 @@ class KernelTraits:
             raise ValueError(f"dtype is bfloat16 or float16, got {self.dtype!r}")
         if self.sends and (not self.gathers or self.a_major != "k"):
             raise ValueError(f"a kernel sends rows of a gather, got {self.pattern!r} and a_major={self.a_major!r}")
-        if self.pattern == "gemm+ar" and BYTES[self.out_dtype] > BYTES[self.partial_dtype]:
+        if self.one_shot and self.pattern != "gemm+ar":
+            raise ValueError(f"an all-reduce is one-shot, got {self.pattern!r}")
+        if self.takes and self.pattern == "gemm+ar" and BYTES[self.out_dtype] > BYTES[self.partial_dtype]:
             raise ValueError(
                 f"results of an all-reduce are no wider than partial sums, whose slots they take: got {self.out_dtype} "
                 f"and {self.partial_dtype}"
@@ -127,7 +132,7 @@ class KernelTraits:
     @property
     def stages(self) -> int:
         """Stages of operands: as many as fit."""
-        copied = 2 * SUBTILE_BYTES if self.sends or self.pattern in TAKING else 0
+        copied = 2 * SUBTILE_BYTES if self.sends or self.takes else 0
         left = SHARED_BYTES - RESERVED_BYTES - GROUPS * self.epilogue_stages * SUBTILE_BYTES - copied
         return min(left // ((self.tile[0] + self.loaded_columns) * LINE), MAX_STAGES)
 
@@ -142,6 +147,11 @@ class KernelTraits:
         rows_a = self.tile[0] if self.a_major == "k" else self.tile_k
         rows_b = self.tile[1] if self.b_major == "k" else self.tile_k
         return (rows_a, self.cluster[1]), (rows_b, self.cluster[0])
+
+    @property
+    def takes(self) -> bool:
+        """Whether a warp takes results of peers to D."""
+        return self.pattern in TAKING and not self.one_shot
 
     @property
     def tile_k(self) -> int:
@@ -159,18 +169,18 @@ class KernelTraits:
         rows, columns = self.tile[0] // self.parts, self.tile[1]
         sums = -(-rows * columns * BYTES[self.partial_dtype] // SUBTILE_BYTES)
         results = rows // SUBTILE_ROWS * -(-columns * BYTES[self.out_dtype] // LINE)
-        return max(sums, results if self.pattern in TAKING else 0) * SUBTILE_BYTES
+        return max(sums, results if self.takes else 0) * SUBTILE_BYTES
 
     @property
     def name(self) -> str:
         """A name for messages."""
         config = GemmConfig((*self.tile, self.tile_k), self.cluster, "pingpong" if self.pingpong else "cooperative")
-        return f"per_tile {self.pattern} {config}"
+        return f"per_tile {self.pattern}{' one-shot' if self.one_shot else ''} {config}"
 
     def source(self, arch: str = "90a") -> KernelSource:
         """What the kernel is compiled from."""
         macros = {
-            "DG_PATTERN": PATTERN_NUMBERS[self.pattern],
+            "DG_PATTERN": ONE_SHOT_NUMBER if self.one_shot else PATTERN_NUMBERS[self.pattern],
             "DG_TILE_M": self.tile[0],
             "DG_TILE_N": self.tile[1],
             "DG_CLUSTER_M": self.cluster[0],

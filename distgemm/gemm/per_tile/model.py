@@ -48,11 +48,14 @@ TILES: Mapping[tuple[int, int], TileCosts] = MappingProxyType(
         (256, 128): TileCosts(0.876, 0.852, 1.8),
         (64, 256): TileCosts(0.633, 0.787, 1.4),
         (64, 128): TileCosts(0.549, 0.596, 0.5),
+        (64, 64): TileCosts(0.35, 0.4, 0.4),
     }
 )
 """Fitted, but for these. 64x256: of the first kernels (``per_tile_2xh100.json``). Not measured in per-tile kernels:
-128x224, between its neighbours; 128x160 and tiles of 256 rows, to 128x192 and 128x256 as CUTLASS's kernels with these
-tiles are on an H200 (:data:`distgemm.gemm.tiles.TILES`)."""
+64x64 is a guess; 128x224 lies between its neighbours; 128x160 and tiles of 256 rows are to 128x192 and 128x256 as
+CUTLASS's kernels with these tiles on an H200 (:data:`distgemm.gemm.tiles.TILES`)."""
+ROWS_AT_A_TIME = 16
+"""Rows of a warp in a partial sum."""
 MEMORY_SHARE = 0.77
 """Of the machine's rate of memory, what operands reach that several waves of tiles read. Fitted."""
 
@@ -128,8 +131,22 @@ def predict_per_tile(gemm: RankGemm, costs: Costs, *, arrived: bool = False) -> 
     at_once = replace(costs, stored=0.0, flag=0.0, take=0.0, send_gb_per_s=MAX_FIGURE, store_gb_per_s=MAX_FIGURE)
     gathers = gemm.traits.gathers
     moved = 0 if gathers and arrived else gemm.slot_bytes
-    link = costs.start + moved / (1e3 * (costs.send_gb_per_s if gathers else costs.store_gb_per_s))
+    if gemm.traits.one_shot:
+        moved -= gemm.slot_bytes // gemm.ranks  # its own sums do not leave
+    rate = costs.send_gb_per_s if gathers else costs.store_gb_per_s
+    link = costs.start + moved * _stored_share(gemm) / (1e3 * rate)
     return TileTimes(_Replay(gemm, costs, arrived).run(), _Replay(gemm, at_once, arrived).run(), link)
+
+
+def _stored_share(gemm: RankGemm) -> float:
+    """The share of tiles that is stored at peers: 16 rows at a time of those that exist.
+
+    It is 1 if shards are rows: when these kernels were measured, they stored whole tiles.
+    """
+    if not (gemm.traits.one_shot or gemm.by_columns):
+        return 1.0
+    rows = gemm.order.blocks * gemm.traits.cluster[0] * gemm.traits.tile[0]
+    return min(1.0, -(-gemm.m // ROWS_AT_A_TIME) * ROWS_AT_A_TIME / rows)
 
 
 class _Replay:
@@ -147,10 +164,11 @@ class _Replay:
         sm = rate.peak * self.tile.peak * 1e6 / costs.machine.sms
         self.k = gemm.k * (gemm.ranks if traits.pattern == "a2a+gemm" else 1)  # of a tile's sum
         self.multiply_us = max(2.0 * traits.tile[0] * traits.tile[1] * self.k / sm, costs.ticket)
-        flop = 2.0 * gemm.ranks * gemm.m * gemm.n * gemm.k
+        flop = 2.0 * (1 if traits.one_shot else gemm.ranks) * gemm.m * gemm.n * gemm.k
         self.least_us = costs.start + flop / (rate.power * self.tile.power * 1e6)
         self.subtiles = traits.part_bytes // SUBTILE_BYTES
-        self.store_us = size * traits.parts * traits.part_bytes / (costs.store_gb_per_s * 1e3)
+        stored = size * traits.parts * traits.part_bytes * _stored_share(gemm)
+        self.store_us = stored / (costs.store_gb_per_s * 1e3)
         self.kept = min(1.0, traits.epilogue_stages / self.subtiles)  # share of a tile that fits into the stages
         self.latency = costs.stored + costs.flag
 
@@ -160,7 +178,7 @@ class _Replay:
         gathers, spreads, pingpong = traits.gathers, traits.pattern == "gemm+ar", traits.pingpong
         to_owners = traits.pattern == "gemm+a2a"
         write = self.subtiles * costs.write_subtile
-        add = self.peers * self.subtiles * costs.sum_subtile
+        add = (self.gemm.ranks if traits.one_shot else self.peers) * self.subtiles * costs.sum_subtile
         operands = self._operands() if gathers and not self.arrived else {}
         link = end = costs.start  # when the link is free, and when all is done
         if operands:
@@ -196,6 +214,10 @@ class _Replay:
                     end = max(end, left + costs.stored, arrives + costs.take)
                 else:
                     sums[place] = max(sums.get(place, 0.0), arrives)
+            elif traits.one_shot:
+                left, written = store(cluster, multiplied if pingpong else free, self.peers)
+                arrives = 0.0 if self.arrived else left + latency
+                free = max(free + write, written, arrives) + add + write
             else:
                 free = max(free, sums.get((tile.block, tile.column), 0.0)) + add + write
                 if spreads and self.peers:

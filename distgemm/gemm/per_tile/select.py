@@ -36,6 +36,8 @@ CONFIGS: dict[Pattern, tuple[str, ...]] = {
     "gemm+a2a": ("256x192x64_1x2_cooperative", LARGE, "128x192x64_2x1_cooperative", *REDUCING[1:]),
 }
 """Those that are worth a try, from large products to small ones. The last one is for shards of 64 rows."""
+ONE_SHOT = {"64x64x64_1x2_pingpong": 0.5, "64x128x64_1x2_pingpong": 0.7}
+"""Those of one-shot all-reduces, which are for few rows, and their speeds, which are not measured."""
 SHORT_M = 64
 """Rows of a shard, up to which a reduction has tiles of 64 rows, and clusters of one row of them."""
 SHORT_K = 2048
@@ -58,12 +60,15 @@ def select_config(pattern: Pattern, shards: int, m: int, n: int, k: int) -> str:
 
     Args:
         pattern: the pattern.
-        shards: number of shards that a rank multiplies.
+        shards: number of shards that a rank multiplies; 1 for a one-shot all-reduce.
         m: rows of a shard.
         n: columns of D on a rank.
         k: columns of A on a rank.
     """
-    if pattern in {"gemm+rs", "gemm+ar"}:
+    speeds = {config: speed for config, speed in SPEEDS.items() if config in CONFIGS[pattern]}
+    if pattern == "gemm+ar" and shards == 1:
+        speeds = ONE_SHOT
+    elif pattern in {"gemm+rs", "gemm+ar"}:
         if m <= SHORT_M:
             return REDUCING[-1]
         return LARGE if k >= SHORT_K else SMALL
@@ -73,15 +78,17 @@ def select_config(pattern: Pattern, shards: int, m: int, n: int, k: int) -> str:
         (rows, columns, _), (down, across) = found.tile, found.cluster
         clusters = shards * -(-m // (rows * down)) * -(-n // (columns * across))
         waves = -(-clusters // (SMS // (down * across)))
-        return waves * rows * columns / SPEEDS[config]
+        return waves * rows * columns / speeds[config]
 
-    return min((config for config in SPEEDS if config in CONFIGS[pattern]), key=cost)
+    return min(speeds, key=cost)
 
 
 def configs_of(plan: Plan) -> tuple[str, ...]:
     """The configurations that are worth a try for a plan. If no kernel executes it, the first one stands for all."""
     pattern = _pattern_of(plan) if plan.world_size > 1 else None
-    return CONFIGS[pattern] if pattern else (LARGE,)
+    if pattern is None:
+        return (LARGE,)
+    return tuple(ONE_SHOT) if _is_one_shot(plan) else CONFIGS[pattern]
 
 
 def traits_of(
@@ -91,6 +98,7 @@ def traits_of(
     out_dtype: str = "bfloat16",
     partial_dtype: str = "bfloat16",
     turned_b: bool = False,
+    one_shot: bool = False,
 ) -> KernelTraits:
     """The kernel of a configuration, for dense tensors.
 
@@ -101,6 +109,7 @@ def traits_of(
         out_dtype: as there.
         partial_dtype: as there.
         turned_b: whether columns of B are contiguous, and not its rows.
+        one_shot: as there.
 
     Raises:
         ValueError: for a configuration that no per-tile kernel has.
@@ -117,7 +126,8 @@ def traits_of(
         *(pattern, found.tile[:2], found.cluster, pingpong, dtype, out_dtype, partial_dtype),
         b_major="n" if turned_b else "k",
         sends=pattern in {"ag+gemm", "a2a+gemm"},
-        epilogue_stages=EPILOGUE_STAGES[pattern][pingpong],
+        one_shot=one_shot,
+        epilogue_stages=EPILOGUE_STAGES["gemm+rs" if one_shot else pattern][pingpong],
     )
 
 
@@ -160,8 +170,8 @@ def gemm_of(plan: Plan, config: str | None = None, *, turned_b: bool = False) ->
             "take a schedule that gathers A, scatters rows of D or exchanges A or D, without copies, and extents that "
             "the number of ranks divides; or execution='multi_kernel'",
         )
-    by_columns = pattern == "gemm+ar" and _is_by_columns(plan)
-    m = problem.m if by_columns else problem.m // ranks
+    one_shot, by_columns = _is_one_shot(plan), pattern == "gemm+ar" and _is_by_columns(plan)
+    m = problem.m if one_shot or by_columns else problem.m // ranks
     n, k = plan.shard_shape("D", 0)[1] // (ranks if by_columns else 1), plan.shard_shape("A", 0)[1]
     for what, columns, dtype in (("A and B", k, problem.dtype), ("D", n, out_dtype)):
         if columns * DTYPE_BYTES[dtype] % ROW_BYTES:
@@ -170,17 +180,17 @@ def gemm_of(plan: Plan, config: str | None = None, *, turned_b: bool = False) ->
                 f"pad them to a multiple of {ROW_BYTES // DTYPE_BYTES[dtype]}",
             )
     mode: Literal["m", "n", "k"] = "k" if pattern == "a2a+gemm" else "n" if pattern == "gemm+a2a" or by_columns else "m"
-    distances = distances_of(plan, mode)
+    distances = tuple(range(1, ranks)) if one_shot else distances_of(plan, mode)
     if pattern == "gemm+a2a":
         partial_dtype = out_dtype  # nothing is added to what a rank sends but the terms
-    shards = 1 if pattern == "a2a+gemm" else ranks
+    shards = 1 if pattern == "a2a+gemm" or one_shot else ranks
     config = config or select_config(pattern, shards, m, n, k)
     try:
-        traits = traits_of(config, pattern, problem.dtype, out_dtype, partial_dtype, turned_b)
+        traits = traits_of(config, pattern, problem.dtype, out_dtype, partial_dtype, turned_b, one_shot)
     except ValueError as error:
         raise ValueError(f"{plan.schedule} is not executed per tile: {error}") from error
     gemm = RankGemm(traits, distances, m, n, k, by_columns=by_columns)
-    assert gemm.order.ranks == ranks  # it is made, and checked
+    assert gemm.order.ranks == (1 if one_shot else ranks)  # it is made, and checked
     return gemm
 
 
@@ -189,9 +199,14 @@ def _pattern_of(plan: Plan) -> Pattern | None:
     equal = all(len({plan.shard_shape(name, rank) for rank in range(plan.world_size)}) == 1 for name in "ABD")
     pattern = next((pattern for pattern in EPILOGUE_STAGES if does_pattern(plan, pattern)), None)
     divided = plan.problem.n if pattern == "gemm+ar" and _is_by_columns(plan) else plan.problem.m
-    return None if divided % plan.world_size or not equal else pattern
+    return None if not equal or (divided % plan.world_size and not _is_one_shot(plan)) else pattern
 
 
 def _is_by_columns(plan: Plan) -> bool:
     """Whether the ranks of a reduction divide the columns of D, and not the rows."""
     return plan.grid.m == 1 < plan.grid.n
+
+
+def _is_one_shot(plan: Plan) -> bool:
+    """Whether each rank multiplies all of D at once, and has all of it in the end: it adds all partial sums itself."""
+    return (plan.grid.m, plan.grid.n) == (1, 1) and does_pattern(plan, "gemm+ar")

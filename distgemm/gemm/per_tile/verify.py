@@ -7,7 +7,8 @@ give them. It goes through all ranks, and shows:
 * A rank multiplies each tile of each shard once.
 * Each slot is written once, by one peer, and read: a sum by one tile, a result by its takers, a piece by all tiles
   of its row. So each wait has one flag that ends it.
-* Sums that a tile adds are made with lower tickets than its own. Pieces of a gather are sent by warps that wait for no
+* Sums that a tile adds are made with lower tickets than its own; in a one-shot all-reduce with the same, and are sent
+  before the tile waits. Pieces of a gather are sent by warps that wait for no
   tile. Takers of an all-reduce hold no tile back.
 
 A cluster works on its tickets in order, and clusters take tickets in order. So of all tiles that are not finished, on
@@ -127,6 +128,8 @@ def _prove_gather(gemm: RankGemm, tiles: _Tiles) -> Proof:
 
 def _prove_reduction(gemm: RankGemm, tiles: _Tiles) -> Proof:
     ranks, parts = gemm.ranks, gemm.traits.parts
+    if gemm.traits.one_shot:
+        return _prove_one_shot(gemm, tiles)
     own = tiles.distance == 0
     shape = (ranks, ranks - 1, tiles.rows, tiles.columns)
     number, of_rank = tiles.numbers(), np.arange(ranks)[:, None]
@@ -156,6 +159,21 @@ def _prove_reduction(gemm: RankGemm, tiles: _Tiles) -> Proof:
     _once("at (rank, peer - 1, row, column), owners store results", results, shape)
     _prove_takers(gemm, shape[2:])
     return Proof(proof.tiles, 2 * count, 2 * count)
+
+
+def _prove_one_shot(gemm: RankGemm, tiles: _Tiles) -> Proof:
+    """Each rank stores the sum of each tile at all ranks, itself included, before it waits for those of all ranks.
+
+    So a tile waits for the sums of the same ticket. With the lowest ticket that is not finished on all ranks, they are
+    under way: nobody waits before it has sent them.
+    """
+    ranks = gemm.ranks
+    shape = (ranks, ranks, tiles.rows, tiles.columns)
+    sender, distance = np.arange(ranks)[:, None, None], np.arange(ranks)[:, None]
+    slots = _index(((sender - distance) % ranks, distance, tiles.row, tiles.column), shape, "a sum")
+    _once("at (rank, distance, row, column), ranks store sums", slots, shape)
+    count = slots.size * gemm.traits.parts
+    return Proof(ranks * len(tiles.ticket), count, count)
 
 
 def _prove_to_owners(gemm: RankGemm, tiles: _Tiles) -> Proof:

@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain
 from typing import NamedTuple
 
 import torch
 
 from distgemm.gemm import GemmConfig, GemmSpec, GemmTensors, get_provider
 from distgemm.gemm import bind as bind_gemm
-from distgemm.gemm.cutlass import CutlassProvider, KernelKind, kernel_source
-from distgemm.gemm.flags import MemOp, fits
-from distgemm.gemm.fused.gemms import Addend, FusedGemms, FusedSend
-from distgemm.gemm.fused.kernel import bind_fused, fused_source, near_best_sources
+from distgemm.gemm.cutlass import CutlassProvider, kernel_source
+from distgemm.gemm.flags import MemOp
 from distgemm.gemm.launches import FixedLaunch, MovableLaunch
 from distgemm.gemm.nvcc import KernelSource
 from distgemm.gemm.spec import SCALE_BLOCK
 from distgemm.gemm.sums import bind_sum, sum_source_of
 from distgemm.gemm.tensors import matrix_spec, spec_of
 from distgemm.plan.exchanges import Exchange
-from distgemm.plan.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_extents, box_size, contains, link_of
+from distgemm.plan.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_extents, box_size, contains
 from distgemm.plan.plan import SLOT_ALIGNMENT, Plan
 from distgemm.plan.problem import DTYPE_BYTES
 from distgemm.plan.scaling import SCALE_OPERANDS, OperandScaling
 from distgemm.runtime.checks import TORCH_DTYPES, gathered_box, shard_dtype
 from distgemm.runtime.cuda.flag_kernel import bind_flag_ops, flag_source
 from distgemm.runtime.cuda.lowering import copies_first, lower
-from distgemm.runtime.cuda.lowering.actions import COMM, GEMM_STREAM, Action, exchanges_of, waits_of
-from distgemm.runtime.cuda.lowering.single_kernel import moving
+from distgemm.runtime.cuda.lowering.actions import COMM, Action, exchanges_of, waits_of
 from distgemm.runtime.cuda.memops import FlagOpsLaunch, copies_of, wait_for, write
 from distgemm.runtime.cuda.nccl import ExchangeLaunch, Message
 from distgemm.runtime.cuda.workspace import Step, Workspace
@@ -39,15 +34,7 @@ from distgemm.runtime.executable import ExecutionConfig
 
 __all__ = ["Binder", "Binding", "Bound", "CallTensors", "first_users_of_a"]
 
-LOG = logging.getLogger("distgemm")
-
 Tensor = torch.Tensor
-
-Phases = Sequence[Sequence[MemOp]]
-
-STORE_RATE, SEND_RATE = 360.0, 310.0
-"""GB/s at which a kernel stores results at other GPUs, and sends shards to them: a little less than the NVLink of a
-Hopper GPU takes."""
 
 
 class CallTensors:
@@ -112,8 +99,6 @@ class Binder:
         rank: this rank.
         device: this rank's GPU.
         execution: how GPUs execute the plan.
-        fallback: whether calls whose tensors the fused kernel cannot read launch a kernel for each GEMM instead. The
-            other ranks see no difference.
 
     Attributes:
         actions: what the rank puts on streams.
@@ -124,16 +109,13 @@ class Binder:
         ValueError: for a scaling that no kernel has.
     """
 
-    def __init__(
-        self, plan: Plan, rank: int, device: torch.device, execution: ExecutionConfig, fallback: bool = False
-    ) -> None:
-        self.plan, self.rank, self.device, self.fallback = plan, rank, device, fallback
+    def __init__(self, plan: Plan, rank: int, device: torch.device, execution: ExecutionConfig) -> None:
+        self.plan, self.rank, self.device = plan, rank, device
         self.execution = execution.on(device, plan.problem.dtype)
         self.provider = str(self.execution.provider)
         self.config = None if execution.config is None else GemmConfig.parse(execution.config)
         _check_scaling(plan)
         self.first_users_of_a = first_users_of_a(plan, rank)
-        self.counters: Tensor | None = None
         self.actions: Sequence[Action] = lower(plan, rank, execution)
 
     def attach(self, workspace: Workspace, number: int) -> None:
@@ -144,7 +126,6 @@ class Binder:
             number: the executable's number in the workspace.
         """
         self.workspace = workspace
-        self.counters = workspace.counters if self.execution.single_kernel else None
         flags = [op.flag.number for op in waits_of(self.actions)]
         # Messages are contiguous, and NCCL keeps their addresses in a graph: what is neither goes by this memory.
         self.staging: dict[Copy, int] = {}
@@ -189,9 +170,6 @@ class Binder:
         """
         found = self._dense_call(c, turned_b)
         ops = [op for action in self.actions for op in action.ops]
-        if self.execution.single_kernel:
-            kernels = [action for action in self.actions if action.kernel]
-            return [*(fused_source(found.fused_gemms(action), self.config) for action in kernels), flag_source()]
         gemms = [found.gemm_tensors(op) for op in ops if isinstance(op, Gemm)]
         specs = dict.fromkeys(spec_of(tensors) for tensors, _ in gemms)
         provider = get_provider(self.provider)
@@ -208,31 +186,23 @@ class Binder:
             sources.append(flag_source())
         return list(dict.fromkeys(sources))
 
-    def kernels(self, c: bool = False, turned_b: bool = False) -> list[tuple[GemmSpec, KernelKind]]:
+    def specs(self, c: bool = False, turned_b: bool = False) -> list[GemmSpec]:
         """What the kernels of :meth:`sources` that multiply compute, without their configurations."""
         found = self._dense_call(c, turned_b)
-        if self.execution.single_kernel:
-            fused = [found.fused_gemms(action) for action in self.actions if action.kernel]
-            return list(dict.fromkeys((gemms.spec, gemms.kind) for gemms in fused))
         ops = [op for action in self.actions for op in action.ops if isinstance(op, Gemm)]
-        return list(dict.fromkeys((spec_of(found.gemm_tensors(op)[0]), "one_gemm") for op in ops))
+        return list(dict.fromkeys(spec_of(found.gemm_tensors(op)[0]) for op in ops))
 
     def choices(self, c: bool = False, turned_b: bool = False) -> list[list[KernelSource]]:
         """For each kernel that multiplies: the sources that are about equally fast, the best first.
 
         :func:`distgemm.gemm.select.preferred` selects among them.
         """
-        if self.execution.single_kernel:
-            found = self._dense_call(c, turned_b)
-            return [
-                near_best_sources(found.fused_gemms(action), self.config) for action in self.actions if action.kernel
-            ]
         provider = get_provider(self.provider)
         if self.config is not None or not isinstance(provider, CutlassProvider):
             return []
         return [
             [kernel_source(spec, each, provider.arch) for each in provider.near_best(spec, self.execution.gemm_streams)]
-            for spec, _ in self.kernels(c, turned_b)
+            for spec in self.specs(c, turned_b)
         ]
 
     def _dense_call(self, c: bool, turned_b: bool) -> Binding:
@@ -258,72 +228,21 @@ class Binding:
     def __init__(self, binder: Binder, call: CallTensors, buffer: int) -> None:
         self.binder, self.call, self.buffer = binder, call, buffer
         self.plan, self.rank = binder.plan, binder.rank
-        self.actions, self.config, execution = binder.actions, binder.config, binder.execution
-        self.fused = execution.single_kernel
-        self.kernel_waits = self.fused or execution.wait_by == "kernel"
-        self.passage: _Passage | None = None
+        self.actions, self.config = binder.actions, binder.config
+        self.kernel_waits = binder.execution.wait_by == "kernel"
 
     def bound(self) -> Bound:
-        """The launches of all actions.
-
-        Raises:
-            ValueError: where a kernel cannot read or write these tensors, and the binder has no fallback.
-        """
-        if self.fused and self.binder.fallback:
-            try:
-                return self._bound()
-            except ValueError as error:
-                LOG.warning(
-                    "%s on rank %d launches a kernel for each GEMM in this call: %s",
-                    self.plan.schedule,
-                    self.rank,
-                    error,
-                )
-            self.actions = lower(self.plan, self.rank, self.binder.execution, separate_gemms=True)
-            self.fused, self.kernel_waits, self.config = False, False, None
-        return self._bound()
-
-    def _bound(self) -> Bound:
-        self.passage = self._passage_of_kernel()
+        """The launches of all actions."""
         return Bound(self.actions, [self._action(action) for action in self.actions], self._exit())
-
-    def _passage_of_kernel(self) -> _Passage | None:
-        """Entry and exit of a fused kernel that is the whole replay; None where it is not."""
-        actions = self.actions
-        alone = any(action.kernel for action in actions) and all(action.stream == GEMM_STREAM for action in actions)
-        if not alone or "gathered" in self.call.shards:
-            return None
-        found = _Passage(self._entry_phases(), self._exit_phases())
-        return found if fits(found.entry) and fits(found.exit) else None
-
-    def _entry_phases(self) -> Phases:
-        """The entry into a replay by a kernel, where all actions are on one stream."""
-        steps = self.binder.steps[self.buffer]
-        entered = steps[Step.ENTERED]
-        resets = [op for op in entered if op.value != 1]
-        sets = [op for op in entered if op.value == 1]  # peers may set left again once it is reset
-        return [steps[Step.ENTRY], resets, sets]
-
-    def _exit_phases(self) -> Phases:
-        """The exit from a replay by a kernel."""
-        steps = self.binder.steps[self.buffer]
-        finish = steps[Step.FINISH]
-        return [[op for op in finish if op.wait], [op for op in finish if not op.wait], steps[Step.EXIT]]
 
     def _action(self, action: Action) -> list[MovableLaunch]:
         if action.step is Step.FINISH and self.kernel_waits:
             return []  # a part of the exit
         steps = self.binder.steps[self.buffer]
-        if action.step is not None and action.stream == GEMM_STREAM:  # all actions are kernels on one stream
-            if action.step is Step.ENTERED or self.passage is not None:
-                return []  # a part of the entry, or of the fused kernel
-            return [bind_flag_ops(self._entry_phases(), self._device_index)]
         step = [] if action.step is None else steps[action.step]
         if not action.ops:
             return [FlagOpsLaunch(step)]
         first = action.ops[0]
-        if action.kernel is not None:
-            return self._gemms(action)
         if isinstance(first, Gemm):
             return self._gemm(first) if "B" in self.call.shards else []  # the caller multiplies
         if isinstance(first, Reduce):
@@ -341,9 +260,9 @@ class Binding:
         """What is done behind all actions."""
         if not self.kernel_waits:
             return [FlagOpsLaunch(self.binder.steps[self.buffer][Step.EXIT])]
-        if self.passage is not None:
-            return []  # a part of the fused kernel
-        return [bind_flag_ops(self._exit_phases(), self._device_index)]
+        finish = self.binder.steps[self.buffer][Step.FINISH]
+        waits, resets = ([op for op in finish if op.wait is wait] for wait in (True, False))
+        return [bind_flag_ops([waits, resets, self.binder.steps[self.buffer][Step.EXIT]], self._device_index)]
 
     @property
     def _device_index(self) -> int:
@@ -397,64 +316,6 @@ class Binding:
         batches, rows, columns = box_extents(view.frame)
         frame = memory.as_strided((batches, rows, columns), (rows * view.pitch, view.pitch, 1))
         return frame[view.slices()]
-
-    def _gemms(self, action: Action) -> list[MovableLaunch]:
-        """The fused kernel, and copies of A behind it."""
-        copies = [self._to_gathered(op) for op in action.ops if isinstance(op, Gemm)]
-        gemms = self._products(action, lambda op: self.memop(op).address)
-        return [bind_fused(gemms, self.config), *chain.from_iterable(copies)]
-
-    def _whole(self, slices: Sequence[View]) -> Tensor:
-        """Neighbouring columns of a matrix as one tensor."""
-        batch, rows, (start, _) = slices[0].box
-        return _matrix(self.tensor(slices[0]._replace(box=(batch, rows, (start, slices[-1].box[2][1])))))
-
-    def fused_gemms(self, action: Action) -> FusedGemms:
-        """What the fused kernel does, with flags that have no addresses: to compile it."""
-        return self._products(action, lambda op: 1)
-
-    def _products(self, action: Action, address: Callable[[Wait | Signal], int]) -> FusedGemms:
-        """The GEMMs of the fused kernel and what it sends, with the addresses of flags."""
-        kernel = action.kernel
-        assert kernel is not None
-        gemms = [op for op in action.ops if isinstance(op, Gemm)]
-        products, addends = [], []
-        for op, waits in zip(gemms, kernel.wait_flags, strict=True):
-            tensors, rest = self.gemm_tensors(replace(op, sources=op.sources[:1]))
-            pairs = zip(op.sources[1:], waits[1:], strict=True) if op.sources else ()
-            addends.append([Addend(_matrix(self.tensor(view)), address(wait)) for view, wait in pairs])
-            if rest is not None:
-                raise ValueError(
-                    f"execution='single_kernel' takes GEMMs that do all by themselves, and none adds C to {op}"
-                )
-            products.append(tensors)
-        sends = [
-            FusedSend(
-                self._whole([copy.src for copy in send.copies]),
-                self._whole([copy.dst for copy in send.copies]),
-                address(send.signals[0]) if send.signals else 0,
-                wait_flag=address(send.wait) if send.wait else 0,
-                remote=link_of(send.copies[0]) is not None,
-            )
-            for send in kernel.sends
-        ]
-        stored = any(op.out.rank != self.rank for op in gemms)
-        return FusedGemms(
-            products,
-            moving=moving(gemms),
-            wait_flags=[address(ops[0]) if ops else 0 for ops in kernel.wait_flags],
-            done_flags=[0 if op is None else address(op) for op in kernel.done_flags],
-            remote=[op.out.buffer == "slot" for op in gemms],
-            counters=self.binder.counters,
-            sends=sends,
-            slice_k=kernel.slice_k,
-            whole_operands=[kernel.slice_k > 0 and len(ops) == 1 for ops in kernel.wait_flags],
-            tile_interleave=kernel.tile_interleave,
-            link_rate=STORE_RATE if stored else SEND_RATE if sends else 0.0,
-            entry=self.passage.entry if self.passage else (),
-            exit=self.passage.exit if self.passage else (),
-            addends=addends if any(addends) else (),
-        )
 
     def _gemm(self, op: Gemm) -> list[MovableLaunch]:
         tensors, rest = self.gemm_tensors(op)
@@ -587,13 +448,6 @@ class _RemainingTerms(NamedTuple):
     c: Tensor | None
     bias: Tensor | None
     sums: Sequence[Tensor] = ()
-
-
-class _Passage(NamedTuple):
-    """What a kernel waits for and writes, in phases, to enter a replay and to leave it."""
-
-    entry: Phases
-    exit: Phases
 
 
 def _is_dense(view: View) -> bool:

@@ -28,7 +28,7 @@ def compile_plan(
     device: torch.device | str | int | None = None,
     timeout: float | None = None,
     on_timeout: OnTimeout = "raise",
-    fallback: bool = False,
+    copies: bool = False,
     turned_b: bool = False,
 ) -> CudaExecutable | PerTileExecutable:
     """This rank's executable for a plan: :func:`distgemm.compile` where there is a plan already.
@@ -40,8 +40,8 @@ def compile_plan(
         device: this rank's GPU; None: the current one.
         timeout: seconds without a change after which a replay counts as stuck; None: the group's timeout.
         on_timeout: what happens then, as :func:`distgemm.compile` takes it.
-        fallback: calls whose tensors the fused kernel cannot read launch a kernel for each GEMM instead, and per-tile
-            kernels read copies of such tensors, with a warning. Otherwise they raise ValueError.
+        copies: per-tile kernels read copies of tensors that TMA cannot copy, with a warning. Otherwise such calls raise
+            ValueError.
         turned_b: whether the kernels that are compiled now are those of calls in which columns of B are contiguous, and
             not its rows.
 
@@ -54,9 +54,11 @@ def compile_plan(
         get_provider(execution.provider)
     whole, at, timeout = _place(plan, group, device, timeout, on_timeout)
     check_across(plan, execution)
-    kind = PerTileExecutable if execution.execution == "per_tile" else CudaExecutable
-    kernels = {"fallback": fallback, "turned_b": turned_b}
-    return kind(plan, whole, at, execution, timeout=timeout, on_timeout=on_timeout, **kernels)
+    if execution.execution == "per_tile":
+        return PerTileExecutable(
+            plan, whole, at, execution, timeout=timeout, on_timeout=on_timeout, copies=copies, turned_b=turned_b
+        )
+    return CudaExecutable(plan, whole, at, execution, timeout=timeout, on_timeout=on_timeout, turned_b=turned_b)
 
 
 def _place(

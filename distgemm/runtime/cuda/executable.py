@@ -80,7 +80,6 @@ class CudaExecutable(GpuExecutable):
         *,
         timeout: float | None = None,
         on_timeout: OnTimeout = "raise",
-        fallback: bool = False,
         turned_b: bool = False,
     ) -> None:
         execution = execution.on(device, plan.problem.dtype)
@@ -88,7 +87,7 @@ class CudaExecutable(GpuExecutable):
         self.graphs = 0
         problem: Exception | None = None
         try:
-            self.binder = Binder(plan, self.rank, device, execution, fallback)
+            self.binder = Binder(plan, self.rank, device, execution)
             if execution.wait_by == "kernel" and not on_one_stream(self.actions):
                 raise ValueError(
                     f"wait_by='kernel' is for plans that multiply and add on one stream, and {plan.schedule} with "
@@ -110,7 +109,7 @@ class CudaExecutable(GpuExecutable):
         self._agree(problem)
         slot_bytes = max(map(plan.workspace_bytes, range(plan.world_size)))
         hosts = {} if plan.ranks_per_host is None else {"ranks_per_host": plan.ranks_per_host}
-        self._join(Workspace, slot_bytes, most_flags(plan, execution), **hosts)
+        self._join(Workspace, slot_bytes, most_flags(plan), **hosts)
         self.binder.attach(self.workspace, self.number)
         if self.workspace.across is not None:
             exchanges = exchanges_of(self.actions)
@@ -193,7 +192,7 @@ class CudaExecutable(GpuExecutable):
 
         Raises:
             ValueError: as a call raises it, for plans as :func:`distgemm.runtime.gathering.check_gathers` refuses
-                them, and for an executable with a fused kernel or two streams of GEMMs.
+                them, and for an executable with two streams of GEMMs.
             ReplayTimeoutError: as a call raises it. The chunks are NaN then.
             RuntimeError: inside another gather on this GPU, and where another stream is current for a later chunk.
                 The gather has ended then, and the next call may follow.
@@ -205,10 +204,9 @@ class CudaExecutable(GpuExecutable):
                 "a gather hands out chunks that ranks of one host copy; across hosts call the executable, or gather "
                 "with distgemm.CollectiveExecutable"
             )
-        if self.execution.single_kernel or self.execution.gemm_streams != 1:
+        if self.execution.gemm_streams != 1:
             raise ValueError(
-                "a gather hands out chunks on one stream: it takes execution='multi_kernel' and gemm_streams=1, got "
-                f"{self.execution.execution!r} and {self.execution.gemm_streams}"
+                f"a gather hands out chunks on one stream: it takes gemm_streams=1, got {self.execution.gemm_streams}"
             )
         check_gradients(self.rank, a_shard, *[None] * 7)
         given = {"A": check_shard(self.plan, self.rank, self.device, "A", a_shard).detach()}

@@ -70,11 +70,11 @@ class PerTileExecutable(GpuExecutable):
         *,
         timeout: float | None = None,
         on_timeout: OnTimeout = "raise",
-        fallback: bool = False,
+        copies: bool = False,
         turned_b: bool = False,
     ) -> None:
         super().__init__(plan, group, device, execution, timeout, on_timeout)
-        self._copies, self._has_warned = fallback, False
+        self._copies, self._has_warned = copies, False
         problem: Exception | None = None
         try:
             self.gemm = gemm_of(plan, execution.config, turned_b=turned_b)
@@ -134,10 +134,11 @@ class PerTileExecutable(GpuExecutable):
         peers = set(late)
         if missing:
             found = [self.gemm.slot_of(number) for number in missing]
+            found = [slot for slot in found if slot[0]] or found  # a rank's own sums are late only if peers' are
             senders = [(self.rank + distance) % ranks for distance, _ in found]
-            more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             text = f"it waits for rank {senders[0]} at {found[0][1]}{more}"
-            peers |= set(senders)
+            peers |= set(senders) - {self.rank}
         if late:
             text += f"; ranks {late} have not begun this replay"
         return text, sorted(peers)

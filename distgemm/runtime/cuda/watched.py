@@ -201,9 +201,8 @@ def awaited(executable: WatchedExecutable, flags: FlagValues) -> tuple[str, list
     late = [peer for peer in peers if not flags.left[peer]]
     if flags.stage is Stage.ENTRY and late:
         return f"at its start it waits for ranks {late} to leave their last replay", late
-    waits = [op for op in waits_of(executable.actions) if op.peer != executable.rank]
+    unset = [op for op in waits_of(executable.actions) if not flags.plan_flags[op.flag.number]]
     exchanges = exchanges_of(executable.actions)[flags.exchanged :]
-    unset = [op for op in waits if not flags.plan_flags[op.flag.number]]
     missing: list[Wait | Exchange] = sorted([*unset, *exchanges], key=lambda op: op.round)
     if missing:
         first = missing[0]

@@ -42,7 +42,6 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory  # noqa: PLC2701  (torch has no public name)
 
 from distgemm.gemm.flags import MemOp
-from distgemm.gemm.fused.gemms import COUNTERS
 from distgemm.gemm.streams import new_stream
 from distgemm.plan.plan import SLOT_ALIGNMENT
 from distgemm.runtime.checks import exchange_reports, raise_failures
@@ -349,9 +348,6 @@ class Workspace(SharedWorkspace):
         flags: number of plan flags of each buffer.
         ranks_per_host: number of ranks that share memory; None: all.
 
-    Attributes:
-        counters: what the fused kernel counts in, on this rank alone.
-
     Raises:
         RuntimeError: on all ranks where one has no memory.
     """
@@ -377,8 +373,6 @@ class Workspace(SharedWorkspace):
             for number in range(BUFFERS)
         )
         self.current_buffer = 0
-        # Of the fused kernels of all executables: a kernel leaves all counters at 0 for the next one.
-        self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         # For copies, a second stream of GEMMs, sums, and messages. Executables run one after the other, and share them.
         self.streams = [new_stream(device) for _ in range(4)]
         self.capture_stream = new_stream(device)

@@ -3,17 +3,15 @@
     python -m tests.gpu.litmus                            two ranks on one GPU
     python -m tests.gpu.litmus --gpus 2                   on two GPUs, each a rank; needs peer access
     python -m tests.gpu.litmus --rounds 100000 --seconds 30
-    python -m tests.gpu.litmus --kernel per_tile          flags that hold epochs
 
 ``litmus.cu`` says what a round is. First the protocol runs as it is, along each path that the kernel takes, and for
-each tile size: it must give no stale word. Then parts of it are left out, one at a time. Where the flag does not wait
-for the whole team, or any epoch ends a wait, there must be stale words, or the test could not see any. What the other
-parts give is reported.
+each tile size: it must give no stale word. Then parts of it are left out, one at a time. Where any epoch ends a wait,
+there must be stale words, or the test could not see any. What the other parts give is reported.
 
 On one GPU, both ranks' memory is behind one L2. Once the wait for TMA's stores has ended, they are in L2, where every
-later load finds them: a release that is left out behind this wait cannot show there. It can show where nothing else has
-waited for the stores: behind ordinary stores, and where the wait is left out, too. Between two GPUs, a store may be
-under way on the link when the wait has ended, and only the release waits for it.
+later load finds them: a release that is left out behind this wait cannot show there. It can show where the wait is left
+out, too. Between two GPUs, a store may be under way on the link when the wait has ended, and only the release waits for
+it.
 
 The last line of the output is one JSON object. The exit status is 0 where all rounds were made, none was stale, and the
 control was; 1 where a word was stale or newer; 2 where rounds are missing; 3 where the control has seen nothing.
@@ -37,11 +35,11 @@ import typer
 
 from distgemm.gemm.nvcc import KernelSource, command, find_nvcc
 
-PATHS = ("tensor", "bulk", "plain", "piece", "part", "sum")
-CHANGES = ("nothing", "release", "wait", "full wait", "wait and release", "proxy fence", "acquire", "counter", "epoch")
+PATHS = ("piece", "part", "sum")
+CHANGES = ("nothing", "release", "wait and release", "proxy fence", "acquire", "epoch")
 """What is left out, in the order of litmus.cu's enum."""
 
-SLOTS, COUNTERS, ROW, WARP_GROUPS = 2, 4, 256, 2
+SLOTS, ROW, WARP_GROUPS = 2, 256, 2
 """As in litmus.cu."""
 ROUNDS_PER_LAUNCH = 10_000
 LAUNCH_LIMIT_S = 10.0
@@ -67,25 +65,13 @@ class Variant(NamedTuple):
         return self.path if self.omitted == "nothing" else f"{self.path} without {self.omitted}"
 
 
-OF_EPOCHS = PATHS[3:]
-PROTOCOL = [Variant(path) for path in PATHS[:3]]
-CONTROLS = [Variant("tensor", "counter", control=True)]
+PROTOCOL = [Variant(path) for path in PATHS]
+CONTROLS = [Variant(path, "epoch", control=True) for path in PATHS]
 OMISSIONS = [
-    *(Variant(path, "release") for path in PATHS),
-    *(Variant(path, "wait and release") for path in ("tensor", "bulk")),
-    *(Variant("tensor", omitted) for omitted in ("wait", "full wait", "proxy fence", "acquire")),
-]
-"""What they give is reported, and may be nothing."""
-EPOCH_PROTOCOL = [Variant(path) for path in OF_EPOCHS]
-EPOCH_CONTROLS = [Variant(path, "epoch", control=True) for path in OF_EPOCHS]
-EPOCH_OMISSIONS = [
-    *(Variant(path, omitted) for path in OF_EPOCHS for omitted in ("release", "wait and release", "acquire")),
+    *(Variant(path, omitted) for path in PATHS for omitted in ("release", "wait and release", "acquire")),
     *(Variant(path, "proxy fence") for path in ("piece", "part")),
 ]
-KERNELS = {
-    "fused": (PROTOCOL, CONTROLS, OMISSIONS),
-    "per_tile": (EPOCH_PROTOCOL, EPOCH_CONTROLS, EPOCH_OMISSIONS),
-}
+"""What they give is reported, and may be nothing."""
 LARGE_TILE = 64 << 10
 """Bytes of a tile for which parts are left out as well: its stores take longer."""
 
@@ -94,14 +80,14 @@ class Arguments(ctypes.Structure):
     """struct Arguments of litmus.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("slots", "peer_slots", "flags", "peer_flags", "counters")),
+        *((name, ctypes.c_void_p) for name in ("slots", "peer_slots", "flags", "peer_flags")),
         *((name, ctypes.c_void_p) for name in ("read", "written")),
         ("units", ctypes.c_uint64),
         ("running", ctypes.c_void_p),
         ("result", ctypes.c_void_p),
         ("limit_ns", ctypes.c_uint64),
         *((name, ctypes.c_uint32) for name in ("first_round", "rounds", "seed")),
-        *((name, ctypes.c_int32) for name in ("rank", "blocks", "team", "further_blocks", "bytes", "jitter_ns")),
+        *((name, ctypes.c_int32) for name in ("rank", "blocks", "further_blocks", "bytes", "jitter_ns")),
     )
 
 
@@ -164,26 +150,21 @@ class Shape:
     Attributes:
         bytes: of a tile.
         blocks: of each rank that pass tiles on.
-        team: how many of them share a flag.
         further_blocks: of each rank, which read and write other memory.
     """
 
     bytes: int
     blocks: int
-    team: int
     further_blocks: int
 
     def __post_init__(self) -> None:
         if self.bytes % (ROW * WARP_GROUPS) or not 0 < self.bytes <= 64 << 10:
             raise ValueError(f"bytes is a multiple of {ROW * WARP_GROUPS} up to {64 << 10}, got {self.bytes}")
-        if self.blocks < 1 or self.team < 1 or self.blocks % self.team or self.further_blocks < 0:
-            raise ValueError(
-                f"blocks is a multiple of team, both > 0, got {self.blocks} and {self.team}; further blocks are >= 0, "
-                f"got {self.further_blocks}"
-            )
+        if self.blocks < 1 or self.further_blocks < 0:
+            raise ValueError(f"blocks is > 0 and further blocks are >= 0, got {self.blocks} and {self.further_blocks}")
 
 
-def shape_on(sms: int, ranks_on_gpu: int, size: int, blocks: int, team: int) -> Shape:
+def shape_on(sms: int, ranks_on_gpu: int, size: int, blocks: int) -> Shape:
     """Blocks on all SMs of a GPU but two for each rank: all blocks of all ranks are resident at once.
 
     Raises:
@@ -192,7 +173,7 @@ def shape_on(sms: int, ranks_on_gpu: int, size: int, blocks: int, team: int) -> 
     available = sms // ranks_on_gpu - 2
     if blocks > available:
         raise ValueError(f"each rank has {available} SMs, and one for each of {blocks} blocks is wanted")
-    return Shape(size, blocks, team, available - blocks)
+    return Shape(size, blocks, available - blocks)
 
 
 class Rank:
@@ -200,14 +181,12 @@ class Rank:
 
     def __init__(self, rank: int, device: torch.device, shape: Shape) -> None:
         self.rank, self.device, self.shape = rank, device, shape
-        teams = shape.blocks // shape.team
 
         def zeros(size: int) -> torch.Tensor:
             return torch.zeros(size, dtype=torch.uint8, device=device)
 
         self.slots = zeros(SLOTS * shape.blocks * shape.bytes)
-        self.flags = zeros(4 * ROUNDS_PER_LAUNCH * teams)
-        self.counters = zeros(4 * COUNTERS * teams)
+        self.flags = zeros(8 * SLOTS * shape.blocks * WARP_GROUPS)
         self.further = [zeros(FURTHER_BYTES) for _ in range(2)]
         self.running = torch.zeros(1, dtype=torch.int32, device=device)
         self.result = zeros(ctypes.sizeof(Result))
@@ -217,14 +196,14 @@ class Rank:
     def launch(
         self, functions: ctypes.CDLL, peer: Rank, variant: Variant, first: int, rounds: int, seed: int, jitter: int
     ) -> None:
-        """Launch so many rounds from ``first`` on. Flags are 0, and the peer is launched as well."""
+        """Launch so many rounds from ``first`` on. The peer is launched as well."""
         shape = self.shape
         arguments = Arguments(
-            *(x.data_ptr() for x in (self.slots, peer.slots, self.flags, peer.flags, self.counters)),
+            *(x.data_ptr() for x in (self.slots, peer.slots, self.flags, peer.flags)),
             *(self.further[0].data_ptr(), peer.further[1].data_ptr(), FURTHER_BYTES // 16),
             *(self.running.data_ptr(), self.result.data_ptr(), int(LAUNCH_LIMIT_S * 1e9)),
             *(first, rounds, seed, self.rank),
-            *(shape.blocks, shape.team, shape.further_blocks, shape.bytes, jitter),
+            *(shape.blocks, shape.further_blocks, shape.bytes, jitter),
         )
         with torch.cuda.device(self.device):
             error = functions.litmus_launch(
@@ -237,11 +216,8 @@ class Rank:
             what = {-1: "this path is not compiled with this change", -2: "the driver encodes no tensor map"}
             raise RuntimeError(f"{variant}: {what.get(error) or functions.litmus_error_string(error).decode()}")
 
-    def clear(self, variant: Variant) -> None:
+    def clear(self) -> None:
         """Make the memory ready for a launch."""
-        if variant.path not in OF_EPOCHS:
-            self.flags.zero_()
-        self.counters.zero_()  # a variant without waits may leave others
         self.running.fill_(self.shape.blocks)
 
     def read(self) -> Result:
@@ -311,7 +287,7 @@ def measure(
     while made * blocks < rounds and time.monotonic() < deadline:
         now = min(ROUNDS_PER_LAUNCH, -(-(rounds - made * blocks) // blocks))
         for rank in ranks:
-            rank.clear(variant)
+            rank.clear()
         synchronize(devices)
         order = chance.sample(range(2), 2)  # either rank may begin
         for number in order:
@@ -371,17 +347,12 @@ def main(
     size: Annotated[list[int] | None, typer.Option("--bytes", help="Bytes of a tile; may be repeated.")] = None,
     gpus: Annotated[int, typer.Option(help="1: both ranks on one GPU; 2: each on its own.")] = 1,
     blocks: Annotated[int, typer.Option(help="Blocks of each rank that pass tiles on.")] = 16,
-    team: Annotated[int, typer.Option(help="Blocks that share a flag.")] = 4,
     seconds: Annotated[float, typer.Option(help="Time for everything.")] = 240.0,
     seed: Annotated[int, typer.Option(help="Of the delays.")] = 0,
     jitter: Annotated[int, typer.Option(help="A block is up to so many ns late, in one of 8 rounds.")] = 2000,
-    kernel: Annotated[str, typer.Option(help="Whose flags: fused or per_tile.")] = "fused",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
 ) -> None:
     """Run the litmus test."""
-    if kernel not in KERNELS:
-        raise typer.BadParameter(f"kernel is one of {', '.join(KERNELS)}, got {kernel}")
-    protocol, controls, omissions = KERNELS[kernel]
     if gpus not in (1, 2) or rounds < 1:
         raise typer.BadParameter(f"gpus is 1 or 2 and rounds > 0, got {gpus} and {rounds}")
     if torch.cuda.device_count() < gpus:
@@ -396,14 +367,14 @@ def main(
         enable_peer_access(devices)
     properties = torch.cuda.get_device_properties(0)
     sizes = size or [2048, 8192]
-    cases = [(variant, one, rounds) for one in sizes for variant in protocol]
+    cases = [(variant, one, rounds) for one in sizes for variant in PROTOCOL]
     changed = dict.fromkeys([*sizes, LARGE_TILE])
-    cases += [(variant, one, max(1, rounds // 10)) for one in changed for variant in (*controls, *omissions)]
+    cases += [(variant, one, max(1, rounds // 10)) for one in changed for variant in (*CONTROLS, *OMISSIONS)]
     rows: list[Row] = []
     for number, (variant, one, count) in enumerate(cases):
         now = time.monotonic()
-        share = now + (deadline - now) / (len(cases) - number) * (3 if variant in protocol else 1)
-        shape = shape_on(properties.multi_processor_count, 2 // gpus, one, blocks, team)
+        share = now + (deadline - now) / (len(cases) - number) * (3 if variant in PROTOCOL else 1)
+        shape = shape_on(properties.multi_processor_count, 2 // gpus, one, blocks)
         rows.append(measure(functions, devices, shape, variant, count, min(share, deadline), seed + number, jitter))
         print(rows[-1], flush=True)
     status = status_of(rows, [variant for variant, _, _ in cases])

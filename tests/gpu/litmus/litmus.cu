@@ -1,17 +1,11 @@
-// A litmus test of how fused and per-tile kernels pass data to another rank. In each round every block stores the number of the
-// round at the peer, sets the peer's flag, waits for its own flag, loads by TMA what the peer stored, and compares. The
-// flags are set and awaited by the functions of flags.cuh and epochs.cuh, which these kernels call, too.
+// A litmus test of how per-tile kernels pass data to another rank. In each round every block stores the number of the
+// round at the peer, sets the peer's flags, waits for its own flags, loads what the peer stored, and compares. The flags
+// are set and awaited by the functions of epochs.cuh, which these kernels call, too.
 //
-// Blocks form teams, as the thread blocks of one GEMM do: a team has one counter and one flag. The blocks of a team
-// store a tile each, by the first warp of each of two warp groups. Each of these warps increments the counter, and the
-// last one sets the flag. Each block then loads the tile of another block of the peer's team.
-//
-// A round's data lies in one of two slots, and its flag is its own: the host clears the flags between launches. So no
-// block stores into a slot that is still read: before round n + 1, it has seen the peer's flag of round n, which the
-// peer sets once it has read what came in round n - 1.
-//
-// The paths of per-tile kernels have no teams: each warp group's part of a tile has a flag, which holds an epoch. There
-// is one flag for each slot, which nobody clears.
+// The tile of a block has two parts, which two warp groups store. Each part has a flag, which holds an epoch. A round's
+// data lies in one of two slots. There is one flag for each part of a slot, which nobody clears. So no block stores into
+// a slot that is still read: before round n + 1, it has seen the peer's flags of round n, which the peer sets once it has
+// read what came in round n - 1.
 //
 // Further blocks read and write more memory than L2 holds.
 
@@ -20,41 +14,30 @@
 #include "cutlass/cuda_host_adapter.hpp"
 
 #include "../../../distgemm/gemm/kernels/epochs.cuh"
-#include "../../../distgemm/gemm/kernels/flags.cuh"
 
 namespace litmus {
 
 constexpr int kThreads = 256, kWarpGroups = 2, kWarpGroupThreads = kThreads / kWarpGroups;
 constexpr int kRow = 256, kRowWords = kRow / 4;  // a tile is rows of so many bytes
 constexpr int kSlots = 2;
-constexpr int kCounters = 4;  // of a team. A block is at most one round ahead of its team
 constexpr int kUnroll = 16;
 constexpr int kSharedBytes = 120 << 10;  // at least: more than half of what an SM has, so an SM has one block
 
-// How data is stored at the peer.
+// How data is stored at the peer, and read there.
 enum Path : int32_t {
-  kTensor,  // by TMA with a tensor map, as the fused kernel stores results
-  kBulk,    // by TMA without one, as the fused kernel copies
-  kPlain,   // by ordinary stores
-  // As per-tile kernels do:
   kPiece,  // the lanes of a warp store by TMA. The lanes of a warp read flags, and one loads by TMA
   kPart,   // one thread stores by TMA. One thread reads flags and loads by TMA
   kSum,    // one thread stores by TMA. The lanes of each warp read flags and load without TMA
 };
-template <Path path>
-constexpr bool kHasEpochs = path >= kPiece;
 constexpr uint64_t kFirstEpoch = (1ull << 43) - (1 << 20);  // so that all bits change
 // What is left out of the protocol.
 enum Change : int32_t {
   kNothing,
-  kNoRelease,     // the counter is incremented and the flag written without release and fence
-  kNoWait,        // the stores are not waited for
-  kReadWait,      // of the stores, only the reads of shared memory are waited for
-  kNoWaitNoRelease,
-  kNoProxyFence,  // no fence between the flag and TMA's load
-  kNoAcquire,     // the flag is read without acquire
-  kNoCounter,     // the first block of a team sets the flag, and waits for no other
-  kOlderEpoch,    // any epoch ends a wait
+  kNoRelease,  // the flag is written without a fence before it
+  kNoWaitNoRelease,  // nor are the stores waited for
+  kNoProxyFence,     // no fence between the flag and TMA's load
+  kNoAcquire,        // the flag is read without acquire
+  kOlderEpoch,       // any epoch ends a wait
 };
 
 struct Result {
@@ -68,20 +51,19 @@ struct Result {
 
 struct Arguments {
   uint32_t *slots, *peer_slots;  // [kSlots][blocks][bytes / 4]
-  uint32_t *flags, *peer_flags;  // [rounds][teams], all 0 before the launch; of epochs: uint64 [kSlots][blocks][parts]
-  uint32_t* counters;            // [kCounters][teams], all 0 before and after the launch
+  uint64_t *flags, *peer_flags;  // [kSlots][blocks][parts]
   uint4 *read, *written;         // memory of the further blocks; at the peer, if there are two GPUs: written
   uint64_t units;                // of 16 bytes in each of the two, a power of two
   uint32_t* running;             // blocks that have not ended, the further ones not counted
   Result* result;
   uint64_t limit_ns;  // for the launch
   uint32_t first_round, rounds, seed;
-  int32_t rank, blocks, team, further_blocks, bytes;  // team: its number of blocks; bytes of a tile
+  int32_t rank, blocks, further_blocks, bytes;  // bytes of a tile
   int32_t jitter_ns;  // delays are up to so long
 };
 
 struct Parameters {
-  CUtensorMap slots, peer_slots;
+  CUtensorMap slots;
   Arguments args;
 };
 
@@ -101,66 +83,11 @@ __device__ inline uint32_t shared_address(void const* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// One warp group's part of the tile, from shared memory to the peer's slot. One thread calls it.
-template <Path path>
-__device__ void store(Parameters const& params, uint32_t const* from, int row, int rows) {
-  if constexpr (path == kTensor) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(
-                     &params.peer_slots),
-                 "r"(shared_address(from)), "r"(0), "r"(row)
-                 : "memory");
-  } else {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(
-                     params.args.peer_slots + size_t(row) * kRowWords),
-                 "r"(shared_address(from)), "r"(rows * kRow)
-                 : "memory");
-  }
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-
 template <Change change>
 __device__ void wait_for_stores() {
-  if constexpr (change == kReadWait) {
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-  } else if constexpr (change != kNoWait && change != kNoWaitNoRelease) {
+  if constexpr (change != kNoWaitNoRelease) {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   }
-}
-
-// What the warp of a fused kernel does that has stored its part of a result.
-template <Change change>
-__device__ void set(uint32_t* counter, uint32_t parts, uint32_t* flag, bool first) {
-  uint64_t const at = reinterpret_cast<uint64_t>(flag);
-  if constexpr (change == kNoRelease || change == kNoWaitNoRelease) {
-    uint32_t before;
-    asm volatile("atom.add.relaxed.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-    if (before + 1 != parts) return;
-    asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(counter) : "memory");
-    asm volatile("st.relaxed.sys.global.u32 [%0], 1;" ::"l"(at) : "memory");
-  } else if constexpr (change == kNoCounter) {
-    if (first) distgemm::set_flag(counter, at);
-  } else {
-    if (distgemm::increment(counter) == parts) distgemm::set_flag(counter, at);
-  }
-}
-
-// Waits for the flag, as the fused kernel's loading warp does, but not longer than until `deadline`. Returns whether it
-// was set.
-template <Change change>
-__device__ bool wait_until_set(uint32_t const* flag, uint64_t deadline) {
-  uint64_t const at = reinterpret_cast<uint64_t>(flag);
-  for (uint32_t looks = 1;; ++looks) {
-    if constexpr (change == kNoAcquire) {
-      uint32_t value;
-      asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
-      if (value == 1) break;
-    } else {
-      if (distgemm::is_set(at)) break;
-    }
-    if (looks % 256 == 0 && nanoseconds() > deadline) return false;
-  }
-  if constexpr (change != kNoProxyFence) distgemm::fence_for_tma();
-  return true;
 }
 
 // Stores a warp group's part of a tile, and sets its flag to the epoch. A warp calls it.
@@ -276,7 +203,6 @@ __global__ void __launch_bounds__(kThreads) litmus(__grid_constant__ Parameters 
   int const words = args.bytes / 4, rows = args.bytes / kRow, part = rows / kWarpGroups;
   uint32_t* const in = out + words;
   int const warp_group = threadIdx.x / kWarpGroupThreads;
-  int const team = block / args.team, teams = args.blocks / args.team;
   if (threadIdx.x == 0) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&arrived)) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -293,34 +219,15 @@ __global__ void __launch_bounds__(kThreads) litmus(__grid_constant__ Parameters 
     }
 
     int const mine = int(slot * args.blocks + block) * rows + warp_group * part;  // the first row of this part
-    if constexpr (path == kPlain) {
-      uint32_t* const to = args.peer_slots + size_t(mine) * kRowWords;
-      for (int i = threadIdx.x % kWarpGroupThreads; i < part * kRowWords; i += kWarpGroupThreads) to[i] = round;
-      __syncthreads();
-    } else {
-      for (int i = threadIdx.x; i < words; i += kThreads) out[i] = round;
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-      __syncthreads();
-    }
+    for (int i = threadIdx.x; i < words; i += kThreads) out[i] = round;
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncthreads();
     uint64_t const epoch = kFirstEpoch + round;
     size_t const first_flag = (size_t(slot) * args.blocks + block) * kWarpGroups;
-    auto const flag_at = [&](uint32_t* flags, size_t number) {
-      return reinterpret_cast<uint64_t>(flags) + number * sizeof(uint64_t);
-    };
-    if constexpr (kHasEpochs<path>) {
-      if (threadIdx.x % kWarpGroupThreads < 32) {
-        pass_on<path, change>(args, out + warp_group * part * kRowWords, mine, part,
-                              flag_at(args.peer_flags, first_flag + warp_group), epoch);
-      }
-    } else if (threadIdx.x % kWarpGroupThreads == 0) {
-      uint32_t* const counter = args.counters + round % kCounters * teams + team;
-      if constexpr (path != kPlain) {
-        store<path>(params, out + warp_group * part * kRowWords, mine, part);
-        wait_for_stores<change>();
-      }
-      bool const first = block % args.team == 0 && warp_group == 0;
-      set<change>(counter, args.team * kWarpGroups, args.peer_flags + number * teams + team, first);
-      if constexpr (path != kPlain) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    auto const flag_at = [&](uint64_t* flags, size_t number) { return reinterpret_cast<uint64_t>(flags + number); };
+    if (threadIdx.x % kWarpGroupThreads < 32) {
+      pass_on<path, change>(args, out + warp_group * part * kRowWords, mine, part,
+                            flag_at(args.peer_flags, first_flag + warp_group), epoch);
     }
 
     if constexpr (path == kSum) {
@@ -335,7 +242,7 @@ __global__ void __launch_bounds__(kThreads) litmus(__grid_constant__ Parameters 
       if (threadIdx.x == 0) came = true;
       __syncthreads();
       if (!mine_came) came = false;
-    } else if constexpr (kHasEpochs<path>) {
+    } else {
       if (threadIdx.x < (path == kPiece ? 32 : 1)) {
         bool const now = wait_for_epoch<path, change>(flag_at(args.flags, first_flag), epoch, deadline);
         if (threadIdx.x == 0) {
@@ -354,18 +261,6 @@ __global__ void __launch_bounds__(kThreads) litmus(__grid_constant__ Parameters 
               }
             }
           }
-        }
-      }
-    } else if (threadIdx.x == 0) {
-      came = wait_until_set<change>(args.flags + number * teams + team, deadline);
-      if (came) {
-        int const other = team * args.team + int((block + round) % args.team);
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&arrived)),
-                     "r"(args.bytes)
-                     : "memory");
-        for (int i = 0; i < kWarpGroups; ++i) {
-          load(params.slots, in + i * part * kRowWords, &arrived,
-               int(slot * args.blocks + other) * rows + i * part);
         }
       }
     }
@@ -429,26 +324,10 @@ char const* litmus_error_string(int error) { return cudaGetErrorString(static_ca
 // Launches one rank's kernel on the current device. Returns a cudaError_t; -1 for a path with such a change that is not
 // compiled; -2 for a tensor map that the driver does not encode.
 int litmus_launch(Arguments const* args, int path, int change, cudaStream_t stream) {
-  Parameters params{{}, {}, *args};
-  if (encode(&params.slots, args->slots, *args) != CUDA_SUCCESS ||
-      encode(&params.peer_slots, args->peer_slots, *args) != CUDA_SUCCESS) {
-    return -2;
-  }
+  Parameters params{{}, *args};
+  if (encode(&params.slots, args->slots, *args) != CUDA_SUCCESS) return -2;
 #define LITMUS_CASE(a_path, a_change) \
   if (path == a_path && change == a_change) return launch<a_path, a_change>(params, stream);
-  LITMUS_CASE(kTensor, kNothing)
-  LITMUS_CASE(kTensor, kNoRelease)
-  LITMUS_CASE(kTensor, kNoWait)
-  LITMUS_CASE(kTensor, kReadWait)
-  LITMUS_CASE(kTensor, kNoWaitNoRelease)
-  LITMUS_CASE(kTensor, kNoProxyFence)
-  LITMUS_CASE(kTensor, kNoAcquire)
-  LITMUS_CASE(kTensor, kNoCounter)
-  LITMUS_CASE(kBulk, kNothing)
-  LITMUS_CASE(kBulk, kNoRelease)
-  LITMUS_CASE(kBulk, kNoWaitNoRelease)
-  LITMUS_CASE(kPlain, kNothing)
-  LITMUS_CASE(kPlain, kNoRelease)
 #define LITMUS_EPOCHS(a_path) \
   LITMUS_CASE(a_path, kNothing) \
   LITMUS_CASE(a_path, kNoRelease) \

@@ -101,7 +101,7 @@ struct BlockScales {
 };
 #endif
 
-// The structs of parameters.py and fused/arguments.py.
+// The structs of parameters.py.
 struct Given {
   int32_t m, n, k, l;
   Matrix a, b, source, d;
@@ -122,20 +122,13 @@ Stride stride_of(Matrix const& matrix) {
   return stride;
 }
 
-// The descriptors of both operands, for so many batches of each.
-Mainloop::Params operands(Given const& given, int a_batches, int b_batches) {
-  auto const of = [&](int batches) {
-    return Mainloop::to_underlying_arguments(
-        make_shape(given.m, given.n, given.k, batches),
-        {static_cast<Element const*>(given.a.data), stride_of<StrideA>(given.a),
-         static_cast<ElementB const*>(given.b.data), stride_of<StrideB>(given.b)},
-        nullptr);
-  };
-  auto found = of(a_batches);
-#if DG_SCHEDULE != DG_PLAIN
-  found.tma_load_b = of(b_batches).tma_load_b;
-#endif
-  return found;
+// The descriptors of both operands.
+Mainloop::Params operands(Given const& given) {
+  return Mainloop::to_underlying_arguments(
+      make_shape(given.m, given.n, given.k, given.l),
+      {static_cast<Element const*>(given.a.data), stride_of<StrideA>(given.a),
+       static_cast<ElementB const*>(given.b.data), stride_of<StrideB>(given.b)},
+      nullptr);
 }
 
 // The descriptor that CuTe makes for a matrix of which subtiles are copied.
@@ -153,18 +146,18 @@ TmaDescriptor descriptor(Matrix const& matrix, int rows, int columns, int batche
 }
 
 template <class Params>
-void set_results(Params& params, Given const& given, Matrix const& d, int sources, int results) {
+void set_results(Params& params, Given const& given) {
 #if DG_EPILOGUE == DG_TMA
   constexpr int height = Epilogue::kHeight, width = Epilogue::kWidth;
-  params.d = descriptor<SM90_TMA_STORE, Epilogue::Result, height, width>(d, given.m, given.n, results);
+  params.d = descriptor<SM90_TMA_STORE, Epilogue::Result, height, width>(given.d, given.m, given.n, given.l);
   if constexpr (has_source) {
     params.source =
-        descriptor<SM90_TMA_LOAD, Epilogue::Source, height, width>(given.source, given.m, given.n, sources);
+        descriptor<SM90_TMA_LOAD, Epilogue::Source, height, width>(given.source, given.m, given.n, given.l);
   }
   params.tma_transaction_bytes = Epilogue::Source::kBytes;
 #else
   params.source = given.source;
-  params.d = d;
+  params.d = given.d;
 #endif
 }
 
@@ -183,18 +176,16 @@ TileParams tile_order(Given const& given, cutlass::KernelHardwareInfo const& har
 }
 #endif
 
-#if DG_KIND == DG_ONE_GEMM
-
 void set(Params& params, void const* from) {
   auto const& given = *static_cast<Given const*>(from);
   params.problem_shape = {given.m, given.n, given.k, given.l};
-  static_cast<Mainloop::Params&>(params.mainloop) = operands(given, given.l, given.l);
+  static_cast<Mainloop::Params&>(params.mainloop) = operands(given);
 #if DG_SCALE_ROWS_B
   params.mainloop.scales_a = given.scales_a;
   params.mainloop.scales_b = given.scales_b;
 #endif
   params.epilogue.terms = given.terms;
-  set_results(params.epilogue, given, given.d, given.l, given.l);
+  set_results(params.epilogue, given);
 #if DG_SCHEDULE == DG_PLAIN
   params.mode = cutlass::gemm::GemmUniversalMode::kBatched;
 #else
@@ -205,119 +196,6 @@ void set(Params& params, void const* from) {
 }
 
 dim3 grid(Params const& params) { return Kernel::get_grid_shape(params); }
-
-#else
-
-struct GivenFused {
-  Given base;
-  Matrix received_operand, remote_d;
-  int32_t moving, local_operands, received_operands, other_operands, sources, local_results, remote_results, slice_k;
-  Terms remote_terms;
-  Operand operands[kProducts];
-  Result results[kProducts];
-  Group groups[kProducts];
-  struct {
-    int32_t any;
-    float alpha;
-    float const *scale_a, *scale_b;
-    int16_t first[kProducts], count[kProducts];
-    Addend addends[kProducts];
-  } addends;
-  Sender::Params sender;
-  Handshake handshake;
-  struct {
-    uint32_t* counters;
-    uint32_t picoseconds_per_kib;
-  } pacing;
-};
-
-// Counts the pieces of a send one by one.
-uint32_t pieces_of(Send const& send) {
-  uint32_t const unit = cute::min(send.slice_bytes, Sender::kUnit);
-  uint32_t in_part = 0;
-  while (in_part < 32 && (in_part + 1) * unit <= Sender::kPart) ++in_part;
-  uint32_t units = 0;
-  for (uint32_t byte = 0; byte < send.slice_bytes; byte += Sender::kUnit) units += send.rows;
-  uint32_t pieces = 0;
-  for (uint32_t done = 0; done < units; done += in_part * Sender::kParts) ++pieces;
-  return pieces;
-}
-
-void set_pieces(Sender::Params& sender) {
-  for (auto& queue : sender.queues) {
-    queue.pieces = 0;
-    for (int i = queue.begin; i < queue.end; ++i) {
-      Group const group = sender.sends[i].group;
-      uint32_t most = 0, slices = 0;
-      for (int j = group.first; j < group.first + group.size; ++j) {
-        most = cute::max(most, pieces_of(sender.sends[j]));
-      }
-      for (uint32_t byte = 0; byte < sender.sends[i].row_bytes; byte += sender.sends[i].slice_bytes) ++slices;
-      sender.first[i] = i == group.first ? queue.pieces : sender.first[group.first];
-      sender.per_slice[i] = most;
-      if (i == group.first) queue.pieces += slices * most * group.size;
-    }
-  }
-}
-
-void set(Params& params, void const* from) {
-  auto const& given = *static_cast<GivenFused const*>(from);
-  auto const of_moving = [&](Given const& base, int count) {
-    return given.moving == 0 ? operands(base, count, given.other_operands)
-                             : operands(base, given.other_operands, count);
-  };
-  Given received = given.base;
-  (given.moving == 0 ? received.a : received.b) = given.received_operand;
-  params.mode = cutlass::gemm::GemmUniversalMode::kGemm;
-  params.problem_shape = {given.base.m, given.base.n, given.base.k, given.base.l};
-  static_cast<Mainloop::Params&>(params.mainloop) = of_moving(given.base, given.local_operands);
-  params.mainloop.received = of_moving(received, given.received_operands);
-  params.mainloop.moving = given.moving;
-  params.mainloop.slice_tiles = (given.slice_k + DG_TILE_K - 1) / DG_TILE_K;
-  params.hw_info.sm_count = given.base.sm_count;
-  static_cast<TileParams&>(params.scheduler) = tile_order(given.base, params.hw_info);
-  int const tiles = params.scheduler.blocks_per_problem_ / given.base.l;
-  params.scheduler.clusters = tiles / (DG_CLUSTER_M * DG_CLUSTER_N);
-  params.epilogue.terms = given.base.terms;
-  for (int i = 0; i < kProducts; ++i) {
-    params.mainloop.operands[i] = given.operands[i];
-    params.epilogue.results[i] = given.results[i];
-    params.scheduler.groups[i] = given.groups[i];
-  }
-  params.sender = given.sender;
-  set_pieces(params.sender);
-  params.handshake = given.handshake;
-#if DG_REDUCES
-  set_results(params.epilogue, given.base, given.base.d, given.sources, given.local_results);
-  set_results(params.epilogue.remote, given.base, given.remote_d, given.sources, given.remote_results);
-  params.epilogue.remote.terms = given.remote_terms;
-  params.epilogue.remote.pacing = {given.pacing.counters, given.pacing.picoseconds_per_kib};
-  params.epilogue.counters = params.scheduler.counters = given.handshake.counters;
-  params.epilogue.tiles = tiles;
-  params.epilogue.waits_for_start = given.handshake.entry.phases > 0;
-  auto& addends = params.epilogue.addends;
-  addends.any = given.addends.any;
-  addends.alpha = given.addends.alpha;
-  addends.scale_a = given.addends.scale_a;
-  addends.scale_b = given.addends.scale_b;
-  for (int i = 0; i < kProducts; ++i) {
-    addends.first[i] = given.addends.first[i];
-    addends.count[i] = given.addends.count[i];
-    addends.addends[i] = given.addends.addends[i];
-  }
-#else
-  set_results(params.epilogue, given.base, given.base.d, given.base.l, given.base.l);
-#endif
-}
-
-dim3 grid(Params params) {
-  if (params.sender.queues[0].pieces + params.sender.queues[1].pieces) {
-    get<3>(params.problem_shape) = cute::max(get<3>(params.problem_shape), params.hw_info.sm_count);
-  }
-  return Kernel::get_grid_shape(params);
-}
-
-#endif
 
 }  // namespace distgemm
 

@@ -1,13 +1,12 @@
 """Lowering: passes that turn a rank's ops into actions on streams. No tensor and no address is known yet."""
 
-from distgemm.runtime.cuda.lowering.actions import COMM, GEMM_STREAM, Action, Send, on_one_stream, waits_of
+from distgemm.runtime.cuda.lowering.actions import COMM, GEMM_STREAM, Action, on_one_stream, waits_of
 from distgemm.runtime.cuda.lowering.lower import check_across, copies_first, lower, most_flags
 
 __all__ = [
     "GEMM_STREAM",
     "COMM",
     "Action",
-    "Send",
     "check_across",
     "copies_first",
     "lower",

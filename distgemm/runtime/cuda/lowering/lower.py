@@ -10,26 +10,21 @@ from distgemm.plan.ops import Barrier, Copy, Gemm, Op, Reduce, Signal, Wait, lin
 from distgemm.plan.plan import Plan, PlanError
 from distgemm.runtime.cuda.lowering.actions import COMM, GEMM_STREAM, Action
 from distgemm.runtime.cuda.lowering.merge_copies import merge_copies
-from distgemm.runtime.cuda.lowering.single_kernel import flags_of, fuse_gemms
-from distgemm.runtime.cuda.lowering.slices import max_slices, slice_copies, slice_width, sliced_transport
 from distgemm.runtime.cuda.workspace import Step
 from distgemm.runtime.executable import ExecutionConfig
 
 __all__ = ["check_across", "copies_first", "lower", "most_flags"]
 
 
-def lower(plan: Plan, rank: int, config: ExecutionConfig, *, separate_gemms: bool = False) -> list[Action]:
+def lower(plan: Plan, rank: int, config: ExecutionConfig) -> list[Action]:
     """The actions of a rank, in an order in which they can be issued.
 
     Streams are first in, first out, and actions are issued in the plan's order, in which no op waits for a later
-    one: whatever streams the hardware serialises, the ranks come to an end. There is one exception. A fused kernel
-    whose sums copy engines pass on waits for copies of peers, and these copies wait for the kernel: the stream of
-    copies and the stream of the kernel must run at once.
+    one: whatever streams the hardware serialises, the ranks come to an end.
 
     Credits that pass from one replay to the next, and Barriers at the start, are part of the entry into a replay
     (see :mod:`distgemm.runtime.cuda.workspace`): their Waits and Signals are left out. A rank leaves a replay only
     after its peers have read its slots: the rank waits for ENTERED of each peer, which stands behind the peer's copies.
-    What a fused kernel sends needs no such wait: no peer reads it from this rank's slots.
 
     Between hosts there is no such protocol, and there are no flags. All that a rank sends to other hosts and receives
     from them in a round is one Exchange, on a stream of its own.
@@ -38,29 +33,18 @@ def lower(plan: Plan, rank: int, config: ExecutionConfig, *, separate_gemms: boo
         plan: of all ranks.
         rank: whose actions.
         config: how GPUs execute the plan, the same on all ranks.
-        separate_gemms: launch a kernel for each GEMM although ``config`` says "single_kernel". The other ranks see no
-            difference: flags and slices are those of ``config``.
 
     Raises:
         PlanError: for a Barrier that is not at the start, a flag that is waited for twice in a replay, ops that
-            depend on what is left out, GEMMs that cannot be one kernel, and what ``ops_with_exchanges`` refuses.
+            depend on what is left out, and what ``ops_with_exchanges`` refuses.
         ValueError: for a ``config`` that does not work across hosts.
     """
     check_across(plan, config)
     _check(plan, rank)
-    fused = config.single_kernel and not separate_gemms
     ops, entry = _without_entry(ops_with_exchanges(plan, rank))
-    if config.merge_copies and not separate_gemms:
-        ops = merge_copies(plan, rank, ops, entry, fused)
-    slice_k = slices = 0
-    if sliced_transport(plan, config.transport):
-        slice_k = slice_width(plan, config.transport)
-        ops, slices = slice_copies(plan, ops, slice_k, only_last=config.transport == "copy_engine_slices")
-    kernel = None
-    if fused:
-        ops, kernel = fuse_gemms(plan, ops, entry, slices, slice_k, config)
-    streams = _assign_streams(ops, 1 if fused else config.gemm_streams)
-    actions = _issue(rank, ops, entry, streams, kernel)
+    if config.merge_copies:
+        ops = merge_copies(plan, rank, ops, entry)
+    actions = _issue(ops, entry, _assign_streams(ops, config.gemm_streams))
     _prune_after(actions)
     return actions
 
@@ -93,14 +77,9 @@ def copies_first(actions: Sequence[Action]) -> list[Action]:
     return [replace(actions[number], after=tuple(place[each] for each in actions[number].after)) for number in order]
 
 
-def most_flags(plan: Plan, config: ExecutionConfig) -> int:
+def most_flags(plan: Plan) -> int:
     """The most flags that the actions of any rank have, as :func:`lower` makes them."""
-    flags = flags_of(plan)
-    if sliced_transport(plan, config.transport):
-        flags *= max_slices(config.transport)
-    if config.single_kernel:  # one for each result that copies on streams wait for
-        flags += max(size.gemms for size in plan.sizes)
-    return flags
+    return max(size.flags for size in plan.sizes)
 
 
 # --- the entry ------------------------------------------------------------------------------------------
@@ -188,19 +167,13 @@ def _gemm_follows_sum(ops: Sequence[Op]) -> bool:
 # --- actions --------------------------------------------------------------------------------------------
 
 
-def _issue(
-    rank: int, ops: Sequence[Op], entry: set[int], streams: dict[int, int], kernel: Action | None
-) -> list[Action]:
+def _issue(ops: Sequence[Op], entry: set[int], streams: dict[int, int]) -> list[Action]:
     """The actions of the ops and of the replay protocol; ``after`` names every action that must come before."""
     actions = [Action(COMM, (), step=Step.ENTRY)]
     action_of = dict.fromkeys(entry, 0)  # by the op's id
     waiting: list[int] = []  # actions that wait for other ranks
     for batch in _batches(ops, streams):
         stream = streams[batch[0].id]
-        waits_for_kernel = any(isinstance(op, Wait) and op.peer == rank for op in batch)
-        if kernel is not None and kernel not in actions and (waits_for_kernel or stream == GEMM_STREAM):
-            waiting.append(len(actions))
-            actions.append(kernel)
         after = {action_of[dep] for op in batch for dep in op.deps}
         if isinstance(batch[0], Signal):
             after.add(0)  # the peer has left its last replay: it will not clear the flag any more
@@ -212,18 +185,12 @@ def _issue(
         action_of |= {op.id: len(actions) - 1 for op in batch}
         if isinstance(batch[0], (Wait, Exchange)):
             waiting.append(len(actions) - 1)
-    # Where nothing is copied, one stream will do.
-    stream = GEMM_STREAM if kernel is not None and not ops else COMM
-    actions[0].stream = stream
-    last = max((number for number, action in enumerate(actions) if action.stream == stream), default=0)
+    last = max(number for number, action in enumerate(actions) if action.stream == COMM)
     if isinstance(next(iter(actions[last].ops), None), Signal):
         actions[last].step = Step.ENTERED  # one batch of memory operations
     else:
-        actions.append(Action(stream, (), step=Step.ENTERED))
-    if kernel is not None and kernel not in actions:
-        waiting.append(len(actions))
-        actions.append(kernel)  # last, so that no copy stands behind it
-    actions.append(Action(stream, (), after=tuple(waiting), step=Step.FINISH))
+        actions.append(Action(COMM, (), step=Step.ENTERED))
+    actions.append(Action(COMM, (), after=tuple(waiting), step=Step.FINISH))
     return actions
 
 

@@ -1,4 +1,4 @@
-"""The pass that copies neighbouring chunks as one, and multiplies them as one where each GEMM is a kernel."""
+"""The pass that copies neighbouring chunks as one, and multiplies them as one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from distgemm.plan.ops import Copy, Gemm, Op, Signal, View, Wait, box_extents, c
 from distgemm.plan.plan import Plan, once_for_structure
 from distgemm.plan.problem import DTYPE_BYTES
 
-__all__ = ["gemms_by_shard", "halve_last", "merge_copies"]
+__all__ = ["merge_copies"]
 
 
-def merge_copies(plan: Plan, rank: int, ops: Sequence[Op], entry: Container[int], fused: bool) -> list[Op]:
+def merge_copies(plan: Plan, rank: int, ops: Sequence[Op], entry: Container[int]) -> list[Op]:
     """The ops, with neighbouring chunks as one op that has the id of the first of them.
 
     Args:
@@ -22,11 +22,10 @@ def merge_copies(plan: Plan, rank: int, ops: Sequence[Op], entry: Container[int]
         rank: whose ops.
         ops: of the rank, without those of the entry.
         entry: ids of the ops that the entry into a replay does.
-        fused: whether all GEMMs are one kernel: then only copies are merged.
     """
     own = {op.id: op for op in ops if isinstance(op, Gemm)}
-    gemms = [] if fused else [[own[op.id] for op in group] for group in _merged_gemms(plan, rank)]
-    copies = _merged_copies(plan, rank, entry, fused)
+    gemms = [[own[op.id] for op in group] for group in _merged_gemms(plan, rank)]
+    copies = _merged_copies(plan, rank, entry)
     groups: list[Sequence[Op]] = [*gemms, *copies]
     first = {op.id: group[0].id for group in groups for op in group}
     waits = {op.id: op for op in ops if isinstance(op, Wait)}
@@ -52,21 +51,10 @@ def merge_copies(plan: Plan, rank: int, ops: Sequence[Op], entry: Container[int]
 
 def _merged_gemms(plan: Plan, rank: int) -> list[list[Gemm]]:
     """Groups of GEMMs to merge, of the plan's structure: the chunks of each shard of A but the last."""
-    return [group for group in gemms_by_shard(plan, rank)[:-1] if len(group) > 1]
+    return [group for group in _gemms_by_shard(plan, rank)[:-1] if len(group) > 1]
 
 
-def halve_last(groups: Sequence[list[Gemm]]) -> list[list[Gemm]]:
-    """The groups with the last one split: a half of it, a half of the rest, and so on."""
-    if not groups:
-        return []
-    *others, rest = groups
-    while len(rest) > 1:
-        others.append(rest[: len(rest) // 2])
-        rest = rest[len(rest) // 2 :]
-    return [*others, rest]
-
-
-def gemms_by_shard(plan: Plan, rank: int) -> list[list[Gemm]]:
+def _gemms_by_shard(plan: Plan, rank: int) -> list[list[Gemm]]:
     """A rank's GEMMs in the plan's order. Chunks of one shard of A with the same B are a group, if no op needs them.
 
     The GEMMs are those of the plan's structure: take their ids, slots and tiles, and no rows.
@@ -85,7 +73,7 @@ def gemms_by_shard(plan: Plan, rank: int) -> list[list[Gemm]]:
 
 @once_for_structure
 def _runs_by_shard(plan: Plan, rank: int) -> list[list[Gemm]]:
-    """The groups of :func:`gemms_by_shard`, if all slots of neighbouring chunks follow one another."""
+    """The groups of :func:`_gemms_by_shard`, if all slots of neighbouring chunks follow one another."""
     ops = plan.ops(rank)
     needed = {dep for op in ops for dep in op.deps}
     first = {op.a.box: op.id for op in reversed(ops) if isinstance(op, Gemm)}  # to use a tile of A
@@ -110,14 +98,11 @@ def _runs_by_shard(plan: Plan, rank: int) -> list[list[Gemm]]:
     return runs
 
 
-def _merged_copies(plan: Plan, rank: int, entry: Container[int], fused: bool) -> list[list[Copy]]:
-    """Groups of copies to merge: neighbours on both sides, of chunks that the peer multiplies as one.
-
-    Where the peer's GEMMs are one kernel, the last chunks are sent in halves of halves.
-    """
+def _merged_copies(plan: Plan, rank: int, entry: Container[int]) -> list[list[Copy]]:
+    """Groups of copies to merge: neighbours on both sides, of chunks that the peer multiplies as one."""
     group_of: dict[tuple[int, int], int] = {}  # by the peer and its slot
     for peer in range(plan.world_size):
-        for group in halve_last(gemms_by_shard(plan, peer)) if fused else _merged_gemms(plan, peer):
+        for group in _merged_gemms(plan, peer):
             group_of |= {(peer, op.a.slot): group[0].id for op in group if op.a.buffer == "slot"}
     groups: list[list[Copy]] = []
     for op in plan.ops(rank):
