@@ -217,12 +217,14 @@ def fit(rows: list[dict[str, Any]]) -> None:
 
 
 def rates_of(rows: list[dict[str, Any]]) -> dict[tuple[str, int, int], float]:
-    """The rates of tiles that fit rows, as shares of the highest one."""
+    """The rates of tiles with their better clusters that fit rows, as shares of the highest one."""
     errors: dict[tuple[str, int, int], list[float]] = {}
     for row in rows:
-        spec = spec_of_row(row)
+        spec, best = spec_of_row(row), dict[tuple[str, int, int], float]()
         for config, ms in times_of(row).items():
-            errors.setdefault(tile_of(config), []).append(math.log(work(spec, config) / ms))
+            best[tile_of(config)] = max(best.get(tile_of(config), 0.0), work(spec, config) / ms)
+        for tile, rate in best.items():
+            errors.setdefault(tile, []).append(math.log(rate))
     means = {tile: statistics.mean(found) for tile, found in errors.items()}
     return {tile: math.exp(mean - max(means.values())) for tile, mean in means.items()}
 

@@ -70,17 +70,17 @@ MAX_COLUMN_SCALED_SUMS = 80
 """As ``MAX_FP8_SUMS``, if each column of D has scales of its own, which take registers, too."""
 
 FP8_TILES: tuple[Tile, ...] = (
-    Tile("cooperative", (128, 256), ((2, 1), (1, 2)), rate=1.0, block_rate=0.99),
-    Tile("cooperative", (256, 128), ((2, 1), (1, 2)), rate=1.0, block_rate=0.97),
-    Tile("cooperative", (128, 224), ((2, 1),), rate=0.99, block_rate=0.95),
-    Tile("cooperative", (128, 192), ((2, 1), (1, 2)), rate=0.97, block_rate=0.916),
-    Tile("cooperative", (128, 160), ((2, 1),), rate=0.91, block_rate=0.8),
-    Tile("cooperative", (128, 128), ((2, 1), (1, 2)), rate=0.855, block_rate=1.0),
-    Tile("cooperative", (128, 96), ((2, 1),), rate=0.78, block_rate=0.88),
-    Tile("pingpong", (64, 128), ((1, 1),), rate=0.543, block_rate=0.65),
+    Tile("cooperative", (128, 256), ((1, 2), (2, 1)), rate=0.873, block_rate=1.0),
+    Tile("cooperative", (256, 128), ((1, 2), (2, 1)), rate=0.976, block_rate=0.945),
+    Tile("cooperative", (128, 224), ((2, 1),), rate=0.971, block_rate=0.979),
+    Tile("cooperative", (128, 192), ((1, 2), (2, 1)), rate=1.0, block_rate=0.998),
+    Tile("cooperative", (128, 160), ((2, 1),), rate=0.95, block_rate=0.945),
+    Tile("cooperative", (128, 128), ((1, 2), (2, 1)), rate=0.877, block_rate=0.913),
+    Tile("cooperative", (128, 96), ((2, 1),), rate=0.757, block_rate=0.739),
+    Tile("pingpong", (64, 128), ((1, 1),), rate=0.602, block_rate=0.624),
 )
-"""Tiles of kernels for fp8 with TMA. Rates of 128x192, 128x160, 128x128 and 64x128 were fitted to what an H100 measured
-with an older main loop (``benchmarks/gemm_fp8.py --fit``). The others are estimates."""
+"""Tiles of kernels for fp8 with TMA. Their rates were fitted to what one H200 measured
+(``benchmarks/gemm_fp8.py --fit``)."""
 
 PLAIN_TILE = Tile("plain", (128, 128), ((1, 1),), rate=0.3)
 """The only tile of kernels without TMA."""
