@@ -153,10 +153,15 @@ class Data:
         self.magnitude = abs(case.alpha) * a.abs() @ b.abs().mT + abs(case.beta) * c.abs()
         return case.alpha * a @ b.mT + case.beta * c
 
+    @property
+    def terms(self) -> dict[str, Any]:
+        """C, if the case adds it, and the factors, as a call and a capture take them."""
+        case = self.case
+        return {"c_shard": self.shards["C"] if case.beta else None, "alpha": case.alpha, "beta": case.beta}
+
     def call(self, exe: CudaExecutable, **more: torch.Tensor) -> torch.Tensor:
-        shards, case = self.shards, self.case
-        c = shards["C"] if case.beta else None
-        return exe(shards["A"], shards["B"], c, alpha=case.alpha, beta=case.beta, out=shards["D"], **more)
+        shards = self.shards
+        return exe(shards["A"], shards["B"], out=shards["D"], **self.terms, **more)
 
 
 def compiled(case: Case, **more: Any) -> tuple[CudaExecutable, Data]:
@@ -193,15 +198,16 @@ def poisoned(cases: list[Case], calls: int = 10) -> list[str]:
     failures = []
     for number, case in enumerate(cases):
         exe, data = compiled(case)
-        replay = exe.capture(data.shards["A"], data.shards["B"], out=data.shards["D"])
+        replay = exe.capture(data.shards["A"], data.shards["B"], out=data.shards["D"], **data.terms)
         for call in range(calls):
             wanted = data.draw(100 * number + call)
             for buffer in range(BUFFERS):
                 exe.workspace.slot(buffer, exe.rank, 0, exe.workspace.slot_bytes).fill_(0xFF)
+            exe.binder.staging_memory.fill_(0xFF)
             torch.cuda.synchronize()
             dist.barrier(device_ids=[exe.device.index])
             # A call on new tensors is issued eagerly.
-            found = replay() if call % 2 else exe(data.shards["A"], data.shards["B"].clone())
+            found = replay() if call % 2 else exe(data.shards["A"], data.shards["B"].clone(), **data.terms)
             wrong = (found.double() != wanted).sum().item()
             if wrong:
                 failures.append(f"rank {exe.rank} call {call}: {wrong} of {wanted.numel()} wrong: {case}")
@@ -543,7 +549,7 @@ def messages(cases: list[Case]) -> list[str]:
         planned = sum(size for (src, _), size in exe.plan.link_bytes("across").items() if src == exe.rank)
         if sent != planned:
             failures.append(f"rank {exe.rank}: sends {sent} bytes across hosts, the plan {planned}: {case}")
-        replay = exe.capture(data.shards["A"], data.shards["B"], out=data.shards["D"])
+        replay = exe.capture(data.shards["A"], data.shards["B"], out=data.shards["D"], **data.terms)
         replay()
         torch.cuda.synchronize()
         dist.barrier(device_ids=[exe.device.index])
