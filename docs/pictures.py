@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from blocks import benchmark, predicted, schedules
+from blocks import predicted, schedules
 from blocks.explorers import explorers
 
 import distgemm
-from distgemm.bench.figure import draw_benchmark
 from distgemm.schedulers import schedule_mesh_rank
 from distgemm.viz.figures import draw_schedule, draw_timeline
 
@@ -38,9 +37,7 @@ PICTURE = re.compile(r"<!-- picture: (\S+) (.+?) -->")
 
 def pictures() -> dict[str, Callable[[Path], None]]:
     """What draws each picture, by its place in the site."""
-    found: dict[str, Callable[[Path], None]] = {
-        "bench_4xh200.svg": partial(draw_benchmark, benchmark.run("bench_4xh200"))
-    }
+    found: dict[str, Callable[[Path], None]] = {}
     for layer, chunks in (("fc1", 1), ("fc2", 2)):
         problem = predicted.layer_problem(layer, "70B", 8192)
         timeline = predicted.timeline(problem, predicted.RECOMMENDED[layer][0], chunks)

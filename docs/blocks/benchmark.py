@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from functools import cache
 from statistics import geometric_mean
-from typing import Any
+from typing import Any, NamedTuple
 
 from blocks import ROOT, rows_of, table
 from distgemm.bench import report
-
-PEERS = ("NCCL + cuBLAS", "torch", "quack")
-"""How the names of peers begin. Of several, such as quack's tiles, the fastest in each row counts."""
-RUNS = {
-    "2 GPUs, gathers and reductions": "bench_2xh200",
-    "4 GPUs, gathers and reductions": "bench_4xh200",
-    "2 GPUs, all-reduces": "bench_all_reduce_2xh200",
-    "4 GPUs, all-reduces": "bench_all_reduce_4xh200",
-    "4 GPUs, few tokens": "bench_small_4xh200",
-}
-MEAN_TARGET, ROW_TARGET, PIPELINE_TARGET = 0.92, 0.85, 0.95
-"""Efficiency in the geometric mean; in each row; or in each row of the pipeline roof."""
 
 
 @cache
@@ -40,184 +29,100 @@ def methods_of(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {each["name"]: each for each in row["methods"]}
 
 
-def auto(row: dict[str, Any]) -> dict[str, Any]:
-    """What schedule="auto" took."""
-    return methods_of(row)["distgemm auto"]
+def fastest(row: dict[str, Any], kind: str, begins: str = "") -> float | None:
+    """The least ms of a row's methods of a kind, of those whose name begins so; None if none ran."""
+    times = [
+        each["ms"] for each in row["methods"] if each["kind"] == kind and each["name"].startswith(begins) and each["ms"]
+    ]
+    return min(times, default=None)
 
 
-def shares(file: str, key: str) -> dict[str, float]:
-    """Auto's share of a roof, by row."""
-    return {label(row): auto(row)[key] for row in run(file)["rows"]}
-
-
-def ratios(file: str, peer: str) -> dict[str, float]:
-    """The time of a peer's fastest method over auto's, by row. Rows in which none ran are left out."""
-    found = {}
-    for row in run(file)["rows"]:
-        times = [
-            each["ms"]
-            for each in row["methods"]
-            if each["kind"] == "peer" and each["name"].startswith(peer) and each["ms"]
-        ]
-        if times:
-            found[label(row)] = min(times) / auto(row)["ms"]
-    return found
+def ratios(file: str, peer: str) -> list[float]:
+    """The time of a peer's fastest method over that of the fastest execution, by row."""
+    pairs = [(fastest(row, "peer", peer), fastest(row, "distgemm")) for row in run(file)["rows"]]
+    return [theirs / ours for theirs, ours in pairs if theirs and ours]
 
 
 @table
 def ratio(file: str, peer: str) -> str:
-    """The time of a peer over auto's, the geometric mean of a run."""
-    return f"{geometric_mean(ratios(file, peer).values()):.2f}"
+    """The time of a peer over that of the fastest execution, the geometric mean of a run."""
+    return f"{geometric_mean(ratios(file, peer)):.2f}"
 
 
-def missed(file: str) -> list[str]:
-    """Rows that reach neither target."""
-    pipeline = shares(file, "pipeline_efficiency")
-    return [
-        name
-        for name, share in shares(file, "efficiency").items()
-        if share < ROW_TARGET and pipeline[name] < PIPELINE_TARGET
-    ]
-
-
-@table
-def summary() -> str:
-    """The runs of the benchmark, a row each."""
-    rows = []
-    for title, file in RUNS.items():
-        cells = [title, str(len(run(file)["rows"]))]
-        for peer in PEERS:
-            found = ratios(file, peer).values()
-            cells.append(f"**{geometric_mean(found):.2f}**, {min(found):.3f}" if found else "not run")
-        cells += [f"{geometric_mean(shares(file, key).values()):.3f}" for key in ("efficiency", "pipeline_efficiency")]
-        rows.append([*cells, run(file)["date"][:10]])
-    peers = " | ".join(f"{peer} / auto: mean, least" for peer in PEERS)
-    return rows_of(f"GPUs, patterns | rows | {peers} | efficiency | of the pipeline roof | date", rows)
-
-
-@table
-def targets() -> str:
-    """Which runs reach the targets, and the rows that do not."""
-    rows = []
-    for title, file in RUNS.items():
-        mean, below, count = geometric_mean(shares(file, "efficiency").values()), missed(file), len(run(file)["rows"])
-        slower = {peer: [name for name, ratio in ratios(file, peer).items() if ratio <= 1] for peer in PEERS}
-        cells = [
-            title,
-            f"{'yes' if mean >= MEAN_TARGET else 'no'}, {mean:.3f}",
-            f"{count - len(below)} of {count}",
-            _by_layer(below) or "none",
-            ". ".join(f"{peer}: {_by_layer(names)}" for peer, names in slower.items() if names) or "none",
-        ]
-        rows.append(cells)
-    head = f"GPUs, patterns | mean efficiency >= {MEAN_TARGET}"
-    head += f" | rows with {ROW_TARGET}, or {PIPELINE_TARGET} of the pipeline roof"
-    return rows_of(f"{head} | rows below both | rows not faster than a peer", rows)
-
-
-def _by_layer(names: list[str]) -> str:
-    """Labels of rows, those of one layer as one: "8b qkv 2048, 8192; 8b out rs 2048"."""
-    layers: dict[str, list[str]] = {}
-    for name in names:
-        layer, tokens = name.rsplit(", ", 1)
-        layers.setdefault(layer, []).append(tokens)
-    return "; ".join(f"{layer} {', '.join(tokens)}" for layer, tokens in layers.items())
-
-
-@table
-def benchmark(file: str) -> str:
-    """A run of the benchmark: what it says, and auto beside its peers and roofs."""
-    rows = []
-    shot = any("torch two-shot + cuBLAS" in methods_of(row) for row in run(file)["rows"])
-    torch = "torch two-shot + cuBLAS" if shot else "torch fused"
-    for row in run(file)["rows"]:
-        ours, methods = auto(row), methods_of(row)
-        peers = [each["ms"] for each in row["methods"] if each["kind"] == "peer" and each["ms"]]
-        others = ("NCCL + cuBLAS", torch, "cuBLAS alone", "copies alone")
-        cells = [label(row), f"**{ours['ms']:.4f}**", *(f"{methods[name]['ms']:.4f}" for name in others)]
-        cells += [f"{min(peers) / ours['ms']:.2f}", f"{ours['efficiency']:.0%}", f"{ours['pipeline_efficiency']:.0%}"]
-        rows.append([*cells, short(ours["detail"])])
-    head = f"row | auto | NCCL + cuBLAS | torch {'two-shot' if shot else 'fused'} | cuBLAS alone | copies alone"
-    head += " | peer / auto | efficiency | of the pipeline roof | auto takes"
-    return "\n".join([*_outcome(file), "", rows_of(head, rows)])
-
-
-def _outcome(file: str) -> list[str]:
-    """What a run says, as the lines of a list."""
-    lines = []
-    for peer in PEERS:
-        found = ratios(file, peer)
-        if found:
-            least, most = min(found, key=found.__getitem__), max(found, key=found.__getitem__)
-            lines.append(
-                f"- Auto is faster than {peer} in {sum(each > 1 for each in found.values())} of {len(found)} rows. "
-                f"The peer takes {geometric_mean(found.values()):.2f} times as long in the geometric mean, "
-                f"{found[least]:.3f} times at least ({least}) and {found[most]:.2f} times at most ({most})."
-            )
-    count, below = len(run(file)["rows"]), missed(file)
-    efficiency, pipeline = (geometric_mean(shares(file, key).values()) for key in ("efficiency", "pipeline_efficiency"))
-    lines.append(
-        f"- The efficiency is {efficiency:.3f} in the geometric mean, and {pipeline:.3f} of the pipeline roof. "
-        f"{count - len(below)} of {count} rows reach {ROW_TARGET}, or {PIPELINE_TARGET} of the pipeline roof."
-    )
-    details = [auto(row)["detail"] for row in run(file)["rows"]]
-    kinds = {
-        "a per-tile kernel": "per-tile kernel",
-        "the fused kernel that per-tile kernels replaced": "fused kernel",
-        "the unfused program": "unfused",
-    }
-    taken = {kind: sum(word in each for each in details) for kind, word in kinds.items()}
-    taken["a kernel for each GEMM"] = count - sum(taken.values())
-    lines.append(
-        f"- Of {count} rows, auto takes {', '.join(f'{kind} in {rows}' for kind, rows in taken.items() if rows)}."
-    )
-    return lines
-
-
-def short(config: str) -> str:
-    """A tuned configuration in a few words; the row says which collective it is."""
-    text = re.sub(r"(all_gather|reduce_scatter|all_reduce)_1d_", "", config.partition(";")[0])
-    names = {"tiling_cd_rotating_a": "direct", "tiling_a_rotating_c": "chain", "pairwise_a": "pairwise"}
-    for long, name in names.items():
-        text = text.replace(long, name)
-    return text.replace("GEMMs by ", "").replace(", 1 GEMM stream, fused", ", fused")
-
-
-EXECUTIONS = ("multi_kernel", "single_kernel", "per_tile")
+EXECUTIONS = {
+    "multi_kernel": "a kernel for each GEMM",
+    "single_kernel": "the kernel that per-tile kernels replaced",
+    "per_tile": "a per-tile kernel",
+}
 LAW_FACTOR, LAW_US = 1.03, 7.0
+
+
+class Comparison(NamedTuple):
+    """A row of a comparison of executions, in us.
+
+    Attributes:
+        name: the row in a few words.
+        times: of the fastest configuration of each execution.
+        peer: of the fastest peer.
+        roof: the longer of the best GEMM alone and the bytes at what a copy engine carries.
+    """
+
+    name: str
+    times: dict[str, float]
+    peer: float
+    roof: float
+
+    @property
+    def best(self) -> float:
+        """Of the fastest execution."""
+        return min(self.times.values())
+
+    @property
+    def lawful(self) -> bool:
+        """Whether the law holds."""
+        return self.best <= LAW_FACTOR * self.roof + LAW_US
+
+
+def comparisons(file: str) -> list[Comparison]:
+    """The rows of a run."""
+    found = []
+    for row in run(file)["rows"]:
+        times: dict[str, float] = {}
+        for each in row["methods"]:
+            if each["kind"] == "distgemm" and each["ms"]:
+                named = re.search(r"execution=(\w+)", each["name"])
+                execution = named[1] if named else "multi_kernel"
+                times[execution] = min(each["ms"] * 1e3, times.get(execution, math.inf))
+        peer = fastest(row, "peer")
+        assert peer is not None
+        gemm = min(methods_of(row)[name]["ms"] for name in ("cuBLAS alone", "CUTLASS alone")) * 1e3
+        found.append(Comparison(label(row), times, peer * 1e3, max(gemm, link_us(row))))
+    return found
 
 
 @table
 def executions(file: str) -> str:
     """The fastest configuration of each execution, the fastest peer and the roof, in us, by row; and what they say."""
-    rows, best_of, peers, law = [], dict.fromkeys(EXECUTIONS, 0), [], 0
-    for row in run(file)["rows"]:
-        ours: dict[str, list[float]] = {execution: [] for execution in EXECUTIONS}
-        for each in row["methods"]:
-            if each["kind"] == "distgemm":
-                named = re.search(r"execution=(\w+)", each["name"])
-                ours[named[1] if named else "multi_kernel"].append(each["ms"] * 1e3)
-        times = {execution: min(found) for execution, found in ours.items()}
-        peer = min(each["ms"] * 1e3 for each in row["methods"] if each["kind"] == "peer" and each["ms"])
-        gemm = min(methods_of(row)[name]["ms"] for name in ("cuBLAS alone", "CUTLASS alone")) * 1e3
-        roof, best = max(gemm, link_us(row)), min(times.values())
-        best_of[min(times, key=times.__getitem__)] += 1
-        peers.append(peer / best)
-        holds = best <= LAW_FACTOR * roof + LAW_US
-        law += holds
-        cells = [f"**{time:.1f}**" if time == best else f"{time:.1f}" for time in times.values()]
-        over = f"{best - roof:.1f}"
-        rows.append([label(row), *cells, f"{peer:.1f}", f"{roof:.1f}", f"**{over}**" if holds else over])
-    count = len(rows)
+    found = comparisons(file)
+    shown = [name for name in EXECUTIONS if name in found[0].times]
+    counts = {name: sum(each.times[name] == each.best for each in found) for name in shown}
+    peers = [each.peer / each.best for each in found]
+    fastest_in = " and ".join(f"{EXECUTIONS[name]} in {count}" for name, count in counts.items())
     text = (
-        f"Of {count} rows, per-tile kernels are the fastest in {best_of['per_tile']}, a kernel for each GEMM in "
-        f"{best_of['multi_kernel']}, and the kernel that they replaced in {best_of['single_kernel']}. The fastest "
-        f"peer takes {geometric_mean(peers):.2f} times as long as the fastest of them in the geometric mean, "
-        f"{min(peers):.2f} times at least; it is faster in {sum(each < 1 for each in peers)} rows. The law holds in "
-        f"{law}."
+        f"Of {len(found)} rows, the fastest execution is {fastest_in}. The fastest peer takes "
+        f"{geometric_mean(peers):.2f} times as long in the geometric mean, {min(peers):.2f} times at least; it is faster in "
+        f"{sum(each < 1 for each in peers)} rows. The law holds in {sum(each.lawful for each in found)}."
     )
-    head = "row | multi_kernel | replaced | per_tile | peer | roof | fastest - roof"
-    return f"{text}\n\n{rows_of(head, rows)}"
+    rows = []
+    for each in found:
+        cells = [
+            f"**{each.times[name]:.1f}**" if each.times[name] == each.best else f"{each.times[name]:.1f}"
+            for name in shown
+        ]
+        over = f"{each.best - each.roof:.1f}"
+        rows.append([each.name, *cells, f"{each.peer:.1f}", f"{each.roof:.1f}", f"**{over}**" if each.lawful else over])
+    heads = ["replaced" if name == "single_kernel" else name for name in shown]
+    return f"{text}\n\n{rows_of(' | '.join(['row', *heads, 'peer', 'roof', 'fastest - roof']), rows)}"
 
 
 def link_us(row: dict[str, Any]) -> float:

@@ -102,17 +102,6 @@ def host_time_auto() -> str:
 
 
 @table
-def whole_layer() -> str:
-    """A layer, forward and backward."""
-    found = read("layer_4xh200")
-    rows = [
-        [name, f"{time:.3f}", f"{sum(part[name] for part in found['parts_ms'].values()):.3f}"]
-        for name, time in sorted(found["layer_ms"].items(), key=lambda pair: -pair[1])
-    ]
-    return rows_of("method | layer, ms | its eight products with communication, ms", rows)
-
-
-@table
 def planning(file: str) -> str:
     """Times of planning and proving, and of the plan of another number of rows."""
     found = sorted(read(file)["rows"], key=lambda row: row["world_size"])

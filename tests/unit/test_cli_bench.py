@@ -234,7 +234,7 @@ def test_the_summary_has_all_rows() -> None:
     assert "; peer: " in table
 
 
-RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "bench_4xh200.json"
+RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "executions_2xh200.json"
 
 
 @pytest.mark.parametrize("path", [EXAMPLE, RECORDED], ids=["example", "recorded"])

@@ -151,7 +151,7 @@ def test_every_picture_of_a_page_is_drawn(tables: ModuleType, tmp_path: Path) ->
         for name, _ in hook.PICTURE.findall(path.read_text())
     }
     assert used == set(drawn)
-    for place in ("schedules/tensor_parallel_3d.svg", "fc2.svg", "bench_4xh200.svg"):
+    for place in ("schedules/tensor_parallel_3d.svg", "fc2.svg"):
         drawn[place](tmp_path / "picture.svg")
         assert b"<svg" in (tmp_path / "picture.svg").read_bytes()[:1000]
     shown = hook.on_page_markdown("<!-- picture: a.svg What it shows -->", page=None, config=None, files=None)
@@ -298,75 +298,55 @@ def result(file: str) -> Any:
     return json.loads((DOCS.parent / "benchmarks" / "results" / file).read_text())
 
 
-def reference(file: str) -> tuple[list[dict[str, float]], str]:
-    """By row, from the file of a benchmark: peers' times over auto's, and its shares of the roofs. And the day."""
-    found = result(file)
-    rows = []
-    for row in found["rows"]:
-        took = {method["name"]: statistics.median(method["rounds"] or [0]) for method in row["methods"]}
-        auto = took["distgemm auto"]
-        roof, other = sorted(
-            (min(took["cuBLAS alone"], took["CUTLASS alone"]), took["copies alone"]),
-            reverse=True,
-        )
-        rows.append(
-            {
-                "NCCL + cuBLAS": took["NCCL + cuBLAS"] / auto,
-                "torch": min(ms for name, ms in took.items() if name.startswith("torch") and ms) / auto,
-                "quack": min((ms for name, ms in took.items() if name.startswith("quack") and ms), default=0) / auto,
-                "efficiency": roof / auto,
-                "pipeline": (roof + other / row["ranks"]) / auto,
-            }
-        )
-    return rows, found["date"][:10]
+def reference(file: str) -> dict[str, dict[str, float]]:
+    """By row, from the file of a benchmark: the ms of the fastest method of each kind, and of each peer."""
+    rows = {}
+    for row in result(file)["rows"]:
+        took = {
+            (method["kind"], method["name"]): statistics.median(method["rounds"])
+            for method in row["methods"]
+            if method["rounds"]
+        }
+        ours = [(name, ms) for (kind, name), ms in took.items() if kind == "distgemm"]
+        rows[f"{row['model'].removeprefix('llama-3-')} {row['layer']} {row['pattern']} {row['m']}"] = {
+            "ours": min(ms for _, ms in ours),
+            "per_tile": min(ms for name, ms in ours if "execution=per_tile" in name),
+            "NCCL": took["peer", "NCCL + cuBLAS"],
+            "torch": min(ms for (_, name), ms in took.items() if name.startswith("torch")),
+        }
+    return rows
 
 
 def mean(figures: list[float]) -> float:
     return math.exp(sum(map(math.log, figures)) / len(figures))
 
 
-def test_the_summary_of_the_measurements_is_what_the_files_say(tables: ModuleType) -> None:
-    short, targets = cells(block("measurements.md", "summary")), cells(block("measurements.md", "targets"))
-    runs = tables.benchmark.RUNS
-    assert [row[0] for row in short] == [row[0] for row in targets] == list(runs)
-    for file, row, target in zip(runs.values(), short, targets, strict=True):
-        wanted, day = reference(f"{file}.json")
-        assert row[1] == str(len(wanted))
-        for peer, cell in zip(("NCCL + cuBLAS", "torch", "quack"), row[2:5], strict=True):
-            ratios = [each[peer] for each in wanted if each[peer]]
-            assert cell == (f"**{mean(ratios):.2f}**, {min(ratios):.3f}" if ratios else "not run")
-            named = re.search(rf"{re.escape(peer)}: ([^.]*)", target[4])
-            assert sum(ratio <= 1 for ratio in ratios) == len(re.findall(r"\d{3,5}\b(?!b)", named[1]) if named else [])
-        shares = [each["efficiency"] for each in wanted]
-        assert row[5:] == [f"{mean(shares):.3f}", f"{mean([each['pipeline'] for each in wanted]):.3f}", day]
-        assert target[1] == ("yes" if mean(shares) >= 0.92 else "no") + f", {mean(shares):.3f}"
-        reached = sum(each["efficiency"] >= 0.85 or each["pipeline"] >= 0.95 for each in wanted)
-        assert target[2] == f"{reached} of {len(wanted)}"
-        assert len(re.findall(r"\d{3,5}\b(?!b)", target[3])) == len(wanted) - reached
+@pytest.mark.parametrize("page", ["measurements.md", "../README.md"])
+@pytest.mark.parametrize("file", ["executions_2xh200", "executions_4xh200", "executions_few_4xh200"])
+def test_ratios_are_what_the_files_say(page: str, file: str) -> None:
+    rows, text = reference(f"{file}.json").values(), read(page)
+    for peer in ("NCCL", "torch"):
+        said = re.findall(rf"begin generated: ratio {file} {peer} -->([^<]*)<", text)
+        wanted = mean([row[peer] / row["ours"] for row in rows])
+        assert said == [f"{wanted:.2f}"] or (page, file, peer) == ("measurements.md", "executions_few_4xh200", "NCCL")
 
 
-def test_the_outcome_above_each_benchmark_is_what_the_file_says() -> None:
-    for file in ("bench_2xh200", "bench_small_4xh200"):
-        wanted, _ = reference(f"{file}.json")
-        said = block("measurements.md", f"benchmark {file}")
-        for peer in ("NCCL + cuBLAS", "torch", "quack"):
-            ratios = [each[peer] for each in wanted if each[peer]]
-            if not ratios:
-                assert f"faster than {peer}" not in said
-                continue
-            assert f"faster than {peer} in {sum(ratio > 1 for ratio in ratios)} of {len(ratios)} rows." in said
-            assert (
-                f"takes {mean(ratios):.2f} times as long in the geometric mean, {min(ratios):.3f} times at least"
-                in said
-            )
-        assert len(cells(said)) == len(wanted)
+@pytest.mark.parametrize(
+    "file", ["executions_2xh200", "executions_4xh200", "executions_few_4xh200", "executions_4xh200_before"]
+)
+def test_the_tables_of_executions_are_what_the_files_say(file: str) -> None:
+    rows, said = reference(f"{file}.json"), block("measurements.md", f"executions {file}")
+    table = cells(said)
+    peers = [min(row["NCCL"], row["torch"]) / row["ours"] for row in rows.values()]
+    assert len(table) == len(rows)
+    assert f"a per-tile kernel in {sum(row['per_tile'] == row['ours'] for row in rows.values())}." in said
+    assert f"{mean(peers):.2f} times as long in the geometric mean, {min(peers):.2f} times at least" in said
+    assert f"it is faster in {sum(each < 1 for each in peers)} rows" in said
+    for row, shown in zip(rows.values(), table, strict=True):
+        assert f"{row['ours'] * 1e3:.1f}" in [cell.strip("*") for cell in shown[1:-3]]
 
 
 def test_the_other_tables_are_what_the_files_say() -> None:
-    layer = result("layer_4xh200.json")["layer_ms"]
-    assert {row[0]: float(row[1]) for row in cells(block("measurements.md", "whole_layer"))} == {
-        name: round(ms, 3) for name, ms in layer.items()
-    }
     gemms = result("gemm_h200.json")["rows"]
     ratios = [row["tflops"]["cutlass"] / row["tflops"]["cublas"] for row in gemms]
     assert f"{mean(ratios):.3f} of cuBLAS's rate" in block("measurements.md", "gemms_outcome")
