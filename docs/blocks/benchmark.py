@@ -110,8 +110,8 @@ def executions(file: str) -> str:
     fastest_in = " and ".join(f"{EXECUTIONS[name]} in {count}" for name, count in counts.items())
     text = (
         f"Of {len(found)} rows, the fastest execution is {fastest_in}. The fastest peer takes "
-        f"{geometric_mean(peers):.2f} times as long in the geometric mean, {min(peers):.2f} times at least; it is faster in "
-        f"{sum(each < 1 for each in peers)} rows. The law holds in {sum(each.lawful for each in found)}."
+        f"{geometric_mean(peers):.2f} times as long in the geometric mean, {min(peers):.2f} times at least; it is "
+        f"faster in {sum(each < 1 for each in peers)} rows. The law holds in {sum(each.lawful for each in found)}."
     )
     rows = []
     for each in found:
