@@ -136,7 +136,8 @@ class Binder:
                     self.staging[copy] = size
                     taken = box_size(view.box) * DTYPE_BYTES[self.plan.dtype(view)]
                     size += -(-taken // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-        self.staging_memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+        if size:
+            self.staging_memory = torch.empty(size, dtype=torch.uint8, device=self.device)
         self.steps = [buffer.steps(number, flags) for buffer in workspace.buffers]
 
     def bind(self, call: CallTensors, buffer: int) -> Bound:
