@@ -203,7 +203,8 @@ def poisoned(cases: list[Case], calls: int = 10) -> list[str]:
             wanted = data.draw(100 * number + call)
             for buffer in range(BUFFERS):
                 exe.workspace.slot(buffer, exe.rank, 0, exe.workspace.slot_bytes).fill_(0xFF)
-            exe.binder.staging_memory.fill_(0xFF)
+            if exe.binder.staging:
+                exe.binder.staging_memory.fill_(0xFF)
             torch.cuda.synchronize()
             dist.barrier(device_ids=[exe.device.index])
             # A call on new tensors is issued eagerly.
