@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 from distgemm.arguments import instance, member
 from distgemm.plan.derive import make_plan
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import GemmProblem
 from distgemm.schedulers import MODES, get_schedule, schedule_mesh_rank
 
-__all__ = ["SHARDED_MODES", "does_pattern", "schedule_does_pattern"]
+__all__ = ["COLLECTIVES", "SHARDED_MODES", "Collective", "does_pattern", "schedule_does_pattern"]
 
 
 SHARDED_MODES: dict[str, tuple[str, str, str]] = {
@@ -19,6 +21,11 @@ SHARDED_MODES: dict[str, tuple[str, str, str]] = {
     "a2a+gemm": ("k", "", "m"),
 }
 """The mode of A, of B and of D that a pattern shards over the ranks. "": each rank holds the whole operand."""
+
+Collective = Literal["nccl", "two-shot", "one-shot"]
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
+"""What adds over ranks: NCCL, or gloo on CPUs; for "gemm+ar" also the kernels of torch's symmetric memory. With
+"two-shot" each rank adds a part of the result and all read it. With "one-shot" each rank reads and adds everything."""
 
 
 def does_pattern(plan: Plan, pattern: str, copies: int = 1) -> bool:

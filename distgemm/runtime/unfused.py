@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from distgemm.gemm.spec import Status
 from distgemm.plan.derive import make_plan
 from distgemm.plan.ops import box_extents, box_size
+from distgemm.plan.patterns import COLLECTIVES, Collective
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import QUANTIZED_DTYPES, GemmProblem
 from distgemm.runtime.checks import (
@@ -38,11 +39,6 @@ from distgemm.schedulers import PATTERNS, Pattern, check_pattern
 __all__ = ["COLLECTIVES", "Collective", "UnfusedExecutable", "UnfusedReplay", "collective_status", "unfused_status"]
 
 Tensor = torch.Tensor
-
-Collective = Literal["nccl", "two-shot", "one-shot"]
-COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
-"""What adds over ranks: NCCL, or gloo on CPUs; for "gemm+ar" also the kernels of torch's symmetric memory. With
-"two-shot" each rank adds a part of the result and all read it. With "one-shot" each rank reads and adds everything."""
 
 SYMMETRIC_WORLD_SIZES = (2, 4, 8)
 """Numbers of ranks that torch has all-reduce kernels of symmetric memory for."""

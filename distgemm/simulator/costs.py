@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from distgemm.arguments import instance, integer
+from distgemm.arguments import instance, integer, member
 from distgemm.plan.ops import Copy, Gemm, View, box_extents, box_size, link_of
+from distgemm.plan.patterns import COLLECTIVES, Collective
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import DTYPE_BYTES, GemmProblem
 from distgemm.schedulers import PATTERNS, Pattern, check_pattern
@@ -29,7 +30,9 @@ __all__ = [
 ]
 
 
-def predict_unfused(problem: GemmProblem, machine: Machine, pattern: Pattern, world_size: int) -> float:
+def predict_unfused(
+    problem: GemmProblem, machine: Machine, pattern: Pattern, world_size: int, collective: Collective = "nccl"
+) -> float:
     """The predicted time of the unfused program, us: a library's collective, and one GEMM before or after it.
 
     Args:
@@ -38,10 +41,12 @@ def predict_unfused(problem: GemmProblem, machine: Machine, pattern: Pattern, wo
         pattern: "ag+gemm" gathers A, with B and D sharded along N; "gemm+rs" shards K and scatters D; "gemm+ar" shards
             K and leaves all of D on every rank.
         world_size: number of ranks.
+        collective: "nccl"; for "gemm+ar" also "two-shot" or "one-shot" of torch's symmetric memory.
 
     Raises:
-        ValueError: for an unknown pattern, a world_size out of range, and objects of other classes.
+        ValueError: for an unknown pattern or collective, a world_size out of range, and objects of other classes.
     """
+    member("collective", collective, COLLECTIVES if pattern == "gemm+ar" else COLLECTIVES[:1])
     instance("problem", problem, GemmProblem, "a distgemm.GemmProblem")
     instance("machine", machine, Machine, "a distgemm.simulator.Machine")
     check_pattern(pattern, PATTERNS)
@@ -58,14 +63,17 @@ def predict_unfused(problem: GemmProblem, machine: Machine, pattern: Pattern, wo
     gemm = whole_gemm_us(machine, m, n, k, problem.l, problem.dtype, out)
     if world_size == 1:
         return machine.replay + gemm
-    moved = passes * size * (world_size - 1) / world_size
-    collective = machine.collective.latency + moved / (machine.collective.bandwidth * 1e3)
+    moved = size * (world_size - 1) * (1 if collective == "one-shot" else passes / world_size)
+    links = [machine.collective, machine.small_collective]
+    if collective != "nccl":
+        links = [machine.symmetric or machine.collective]
+    spent = min(link.latency + moved / (link.bandwidth * 1e3) for link in links if link is not None)
     if not machine.same_host(0, world_size - 1):
         # The library divides what it moves into rings, each over an adapter of its own.
         rings = min(machine.adapters_per_host or machine.ranks_per_host or 1, machine.ranks_per_host or 1, world_size)
         across = machine.network.latency + moved / rings / (machine.network.bandwidth * 1e3)
-        collective = max(collective, across)
-    return machine.replay + gemm + collective
+        spent = max(spent, across)
+    return machine.replay + gemm + spent
 
 
 def _gathered_scales(problem: GemmProblem, world_size: int) -> int:

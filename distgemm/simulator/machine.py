@@ -74,6 +74,11 @@ class Link(NamedTuple):
     latency: float
 
 
+OPTIONAL = ("small_collective", "symmetric")
+"""Links that a machine may do without."""
+LINKS = ("nvlink", "network", "collective", *OPTIONAL)
+
+
 class GemmCost(NamedTuple):
     """What a GEMM asks of the SMs.
 
@@ -120,8 +125,10 @@ class Machine:
         replay: from the end of a replay to the beginning of the next one, us: exit and launch.
         entry: from there until copies may leave, us: each rank learns that the others have left their last replay.
         gemm_streams: GEMMs of one rank in flight.
-        collective: a library's all-gather or reduce-scatter, for predict_unfused; bytes are those a rank receives.
+        collective: a library's collective of large messages, for predict_unfused; bytes are those a rank receives.
         sources: where the figures come from.
+        small_collective: of small messages, where this is faster; None: as large ones.
+        symmetric: all-reduces of torch's symmetric memory; None: as other collectives.
 
     Raises:
         ValueError: for figures out of range.
@@ -154,6 +161,8 @@ class Machine:
     gemm_streams: int
     collective: Link
     sources: Mapping[str, str] = field(default_factory=dict)
+    small_collective: Link | None = None
+    symmetric: Link | None = None
 
     def __post_init__(self) -> None:
         string("name", self.name)
@@ -168,7 +177,9 @@ class Machine:
         waits = ("signal", "wait", "signal_gap", "barrier", "replay", "entry")
         for name in ("gemm_launch", "tile_overhead", "copy_launch", "boost", *waits):
             _time(name, getattr(self, name))
-        for name in ("nvlink", "network", "collective"):
+        for name in LINKS:
+            if name in OPTIONAL and getattr(self, name) is None:
+                continue
             link = instance(name, getattr(self, name), Link, f"a Link with the fields {', '.join(Link._fields)}")
             _rate(f"{name}.bandwidth", link.bandwidth)
             _time(f"{name}.gap", link.gap)
@@ -221,13 +232,14 @@ class Machine:
         if not isinstance(fields, dict):
             raise wrong("fields", wanted, fields)
         unknown = sorted(map(str, set(fields) - known))
-        missing = sorted(known - set(fields) - {"sources"})
+        missing = sorted(known - set(fields) - {"sources", *OPTIONAL})
         if unknown or missing:
             lists = (("has unknown", unknown), ("lacks", missing))
             raise ValueError(f"fields is {wanted}; it {' and '.join(f'{what} {keys}' for what, keys in lists if keys)}")
         values = dict(fields)
-        for key in ("nvlink", "network", "collective"):
-            values[key] = Link(**_named(key, values[key], Link._fields))
+        for key in LINKS:
+            if values.get(key) is not None or key not in OPTIONAL:
+                values[key] = Link(**_named(key, values[key], Link._fields))
         if not isinstance(values["rates"], dict):
             raise wrong("rates", "an object with an object for each element type", values["rates"])
         values["rates"] = {
@@ -244,8 +256,8 @@ class Machine:
     def to_dict(self) -> dict[str, Any]:
         """The machine as JSON knows it."""
         fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
-        for key in ("nvlink", "network", "collective"):
-            fields[key] = fields[key]._asdict()
+        for key in LINKS:
+            fields[key] = fields[key] and fields[key]._asdict()
         fields["rates"] = {dtype: rate._asdict() for dtype, rate in self.rates.items()}
         fields["tiles"] = [tile._asdict() for tile in self.tiles]
         fields["sources"] = dict(self.sources)

@@ -150,6 +150,9 @@ ALL_TO_ALLS: dict[Pattern, str] = {"gemm+a2a": "all_to_all_1d_rotating_d", "a2a+
 """Of each pattern that exchanges rows and columns."""
 ONE_SHOT = "all_reduce_1d_one_shot_a"
 """The all-reduce of one hop, for few tokens."""
+ONE_SHOT_ROWS = 128
+"""The most rows of a one-shot all-reduce by a per-tile kernel. With 512 rows on two H200s it took 1.2 times as long as
+pairwise sums, and with 8192 1.6 times; the model predicts less."""
 
 
 def _register_defaults() -> None:
@@ -239,9 +242,9 @@ def predictions(problem: GemmProblem, pattern: Pattern, world_size: int) -> dict
     times = {config: time() for config, time in _multi_kernel(problem, pattern, world_size, machine)}
     # It multiplies scaled operands on CPUs only.
     if pattern in PATTERNS and unfused_status(problem, pattern) and problem.scaling is None:
-        time = predict_unfused(problem, machine, pattern, world_size)
-        for collective in COLLECTIVES:  # NCCL comes first, and is taken if nothing is measured
+        for collective in COLLECTIVES:
             if collective_status(problem, pattern, collective, world_size):
+                time = predict_unfused(problem, machine, pattern, world_size, collective)
                 times[replace(UNFUSED, collective=collective)] = time
     return times | {config: time() for config, time in _per_tile(problem, pattern, world_size, machine)}
 
@@ -319,6 +322,8 @@ def _per_tile(
                 continue  # it equals the one before, unless half of that one's clusters would be padding
             if gemm.by_columns and gemm.m >= gemm.ranks * SHORT_M:
                 continue  # shards of rows fill tiles, and B is read as often
+            if gemm.traits.one_shot and gemm.m > ONE_SHOT_ROWS:
+                continue
             execution = ExecutionConfig(config=name, gemm_streams=1, execution="per_tile")
             time = cache(lambda gemm=gemm: predict_per_tile(gemm, costs).time)
             yield TunedConfig("plan", candidate.schedule, candidate.options, execution), time

@@ -490,7 +490,13 @@ def machines() -> Iterator[Case]:
     yield from table(
         "predict_unfused",
         call(predict_unfused, problem=PROBLEM, machine=H200, pattern="ag+gemm", world_size=2),
-        {"problem": objects(), "machine": objects(), "pattern": names("ag+gemm"), "world_size": integers(1, 8192)},
+        {
+            "problem": objects(),
+            "machine": objects(),
+            "pattern": names("ag+gemm"),
+            "world_size": integers(1, 8192),
+            "collective": names("nccl"),
+        },
     )
     yield from table(
         "Machine.load",
@@ -527,6 +533,9 @@ def machines() -> Iterator[Case]:
         **dict.fromkeys(
             ("nvlink", "network", "collective"),
             Wrong((None, 3, "x", [], {}, [1, 2, 3], {"bandwidth": 1.0}, ODD), "fields"),
+        ),
+        **dict.fromkeys(
+            ("small_collective", "symmetric"), Wrong((3, "x", [], {}, [1, 2, 3], {"bandwidth": 1.0}, ODD), "fields")
         ),
         "rates": Wrong(
             (None, 3, "x", [], {}, {"nope": {"peak": 1, "power": 1}}, {"float32": 3}, {"float32": {"peak": 1}}, ODD),

@@ -154,7 +154,8 @@ def test_the_first_step_of_models(
     layers = [(layer, pattern) for layer in MODELS[model].layers for pattern in layer.patterns]
     needs = [need for each in layers for need in kernels.layer_needs(*each, tokens, "bfloat16", group)]
     found = asked_for(replace(need, rank=rank) for need in dict.fromkeys(needs) for rank in (0, group.size() - 1))
-    assert found and found <= listed, [source.name for source in found - listed]
+    assert found <= listed, [source.name for source in found - listed]
+    assert found or tokens <= 64  # so few take the unfused program, which needs none
 
 
 @pytest.mark.parametrize("group", [2], indirect=True)

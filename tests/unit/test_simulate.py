@@ -65,6 +65,8 @@ def ideal(bandwidth: float = FAST, peak: float = FAST, **values: Any) -> Machine
         "nvlink": link,
         "network": link,
         "collective": link,
+        "small_collective": None,
+        "symmetric": None,
     }
     return dataclasses.replace(H200, **{**nothing, **rest, **values})
 
