@@ -46,10 +46,10 @@ def predict_unfused(
     Raises:
         ValueError: for an unknown pattern or collective, a world_size out of range, and objects of other classes.
     """
-    member("collective", collective, COLLECTIVES if pattern == "gemm+ar" else COLLECTIVES[:1])
     instance("problem", problem, GemmProblem, "a distgemm.GemmProblem")
     instance("machine", machine, Machine, "a distgemm.simulator.Machine")
     check_pattern(pattern, PATTERNS)
+    member("collective", collective, COLLECTIVES if pattern == "gemm+ar" else COLLECTIVES[:1])
     world_size = integer("world_size", world_size, 1, MAX_RANKS)
     out = DTYPE_BYTES[str(problem.out_dtype)]
     m, n, k = problem.m, problem.n, problem.k

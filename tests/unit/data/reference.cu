@@ -123,12 +123,17 @@ Stride stride_of(Matrix const& matrix) {
 }
 
 // The descriptors of both operands.
-Mainloop::Params operands(Given const& given) {
-  return Mainloop::to_underlying_arguments(
+Collective::Params operands(Given const& given) {
+  Collective::Params found = Collective::to_underlying_arguments(
       make_shape(given.m, given.n, given.k, given.l),
       {static_cast<Element const*>(given.a.data), stride_of<StrideA>(given.a),
        static_cast<ElementB const*>(given.b.data), stride_of<StrideB>(given.b)},
       nullptr);
+  // Kernels for fp8 with TMA have a main loop of their own, which knows when to promote.
+  [](auto& params) {
+    if constexpr (promotes) params.mma_promotion_interval = 0;
+  }(found);
+  return found;
 }
 
 // The descriptor that CuTe makes for a matrix of which subtiles are copied.
@@ -179,7 +184,7 @@ TileParams tile_order(Given const& given, cutlass::KernelHardwareInfo const& har
 void set(Params& params, void const* from) {
   auto const& given = *static_cast<Given const*>(from);
   params.problem_shape = {given.m, given.n, given.k, given.l};
-  static_cast<Mainloop::Params&>(params.mainloop) = operands(given);
+  static_cast<Collective::Params&>(params.mainloop) = operands(given);
 #if DG_SCALE_ROWS_B
   params.mainloop.scales_a = given.scales_a;
   params.mainloop.scales_b = given.scales_b;
