@@ -1,6 +1,7 @@
 """Compares the model of per-tile kernels with measurements, and predicts what was not measured.
 
     python benchmarks/per_tile_model.py --json FILE
+    python benchmarks/per_tile_model.py --executions FILE     with what `distgemm bench --executions` has measured
 
 It needs no GPU. Errors are those of the fastest kernel of each row. The roof is the longer of the best GEMM alone and
 the bytes at 376 GB/s. Predictions are of the fastest kernel by the model.
@@ -24,12 +25,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distgemm.gemm.per_tile import model
+from distgemm.bench import report
+from distgemm.gemm.per_tile import model, select
 from distgemm.gemm.per_tile.bind import SMS, RankGemm
 from distgemm.gemm.per_tile.kernel import KernelTraits
 from distgemm.gemm.per_tile.model import Costs, TileCosts, TileTimes, predict_per_tile
 from distgemm.gemm.per_tile.select import CONFIGS, traits_of
+from distgemm.plan import GemmProblem
 from distgemm.simulator import Machine
+from distgemm.tune import TunedConfig
 
 RESULTS = Path(__file__).parent / "results"
 TP = 8
@@ -214,11 +218,32 @@ def what_if(predicted: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             yield {"change": name, "pattern": pattern, "ranks": ranks, **numbers, "holds": holds}
 
 
+def executions(path: Path) -> list[float]:
+    """Predicted over measured time, by row, of the fastest per-tile kernel of a file of the benchmark."""
+    found, result = [], report.load(path)
+    for row in result["rows"]:
+        ours = [each for each in row["methods"] if "execution=per_tile" in each["name"] and each["ms"]]
+        best = min(ours, key=lambda each: each["ms"])
+        config = TunedConfig.parse(best["name"])
+        plan = config.plan(GemmProblem(row["m"], row["n"], row["k"]), row["ranks"])
+        us = predict_per_tile(select.gemm_of(plan, config.execution.config), Costs(Machine.load("h200"))).time
+        found.append(us / best["ms"] / 1e3)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was found to a file")
     parser.add_argument("--fit", action="store_true", help="only fit the constants to the measurements: 5 minutes")
+    parser.add_argument("--executions", type=Path, metavar="FILE", help="only compare with a file of distgemm bench")
     args = parser.parse_args()
+    if args.executions:
+        ratios = executions(args.executions)
+        wrong = mean(abs(ratio - 1) for ratio in ratios)
+        print(
+            f"{len(ratios)} rows: mean error {wrong:.1%}, predicted / measured {min(ratios):.2f} to {max(ratios):.2f}"
+        )
+        return
     if args.fit:
         fit()
         return
