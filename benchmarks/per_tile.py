@@ -33,7 +33,7 @@ import torch
 from distgemm.gemm.nvcc import build
 from distgemm.gemm.per_tile.bind import RATES, RankGemm, Space, params_of
 from distgemm.gemm.per_tile.epochs import TICKET_BITS
-from distgemm.gemm.per_tile.kernel import KernelTraits, Launch
+from distgemm.gemm.per_tile.kernel import GATHERING, KernelTraits, Launch
 from distgemm.gemm.per_tile.local import LocalRanks
 from distgemm.gemm.per_tile.params import CONTROL_BYTES, Control
 from distgemm.gemm.per_tile.select import CONFIGS, traits_of
@@ -66,7 +66,7 @@ class Row(NamedTuple):
 
     def link_us(self, ranks: int) -> float:
         """Time on the link, us."""
-        sent = self.m * (self.k if self.pattern in {"ag+gemm", "a2a+gemm"} else self.n)
+        sent = self.m * (self.k if self.pattern in GATHERING else self.n)
         sent *= 2 if self.pattern == "gemm+ar" else 1
         return sent * 2 * (ranks - 1) / ranks / LINK_GB_PER_S / 1e3
 

@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from distgemm.bench.cases import parse_candidate
+from distgemm.bench.report import AUTO, OURS
+from distgemm.bench.report import UNFUSED as NCCL
 from distgemm.gemm.cache import Entries
 from distgemm.plan import GemmProblem
 from distgemm.tune.cache import CACHE, key_of
@@ -16,7 +18,7 @@ from distgemm.tune.search import Tuned, entry_of, fastest_of, with_fallback
 __all__ = ["record_benchmark"]
 
 UNFUSED_PROGRAMS = {
-    "NCCL + cuBLAS": UNFUSED,
+    NCCL: UNFUSED,
     "torch two-shot + cuBLAS": replace(UNFUSED, collective="two-shot"),
     "torch one-shot + cuBLAS": replace(UNFUSED, collective="one-shot"),
 }
@@ -45,7 +47,7 @@ def record_benchmark(result: Mapping[str, Any], *, write: bool = True) -> list[T
         for method in row["methods"]:
             if method["wrong"]:
                 raise ValueError(f"{key}: {method['name']} was wrong: {method['error']}")
-            ours = method["kind"] == "distgemm" and method["name"] != "distgemm auto"
+            ours = method["kind"] == OURS and method["name"] != AUTO
             config = parse_candidate(method["name"]) if ours else UNFUSED_PROGRAMS.get(method["name"])
             if config is not None and method["error"]:
                 refused[str(config)] = method["error"]

@@ -40,12 +40,12 @@ from distgemm.cli.options import (
     RanksOfLayers,
     TensorParallel,
     Tokens,
+    benchmark_file,
     count_ranks,
     each_once,
     models_of,
     named,
     number,
-    read_by,
 )
 from distgemm.cli.output import (
     Line,
@@ -121,16 +121,7 @@ def bench_command(
             "--timeout", metavar="SECONDS", parser=number(1, kind=float), help="Time in which everything must end."
         ),
     ] = 3600.0,
-    source: Annotated[
-        Any,
-        typer.Option(
-            "--from",
-            metavar="FILE",
-            parser=read_by(load),
-            help="Measure nothing: show what --json wrote.",
-            show_default=False,
-        ),
-    ] = None,
+    source: Annotated[Any, benchmark_file("Measure nothing: show what --json wrote.")] = None,
     json: JsonFile = None,
     output: Pictures = None,
 ) -> None:

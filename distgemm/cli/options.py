@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from distgemm.arguments import MAX_EXTENT, TECHNICAL_LIMIT, shown
+from distgemm.bench.report import load
 from distgemm.measure.models import MODELS
 from distgemm.plan.derive import MECHANISMS, SYNCS, WORKSPACES
 from distgemm.plan.options import Mesh, parse_mesh, parse_options
@@ -26,6 +27,7 @@ __all__ = [
     "DEFAULT_MODEL",
     "TIMEOUT_S",
     "arrangement",
+    "benchmark_file",
     "cases_of",
     "check_ranks_of_mesh",
     "check_shares",
@@ -37,6 +39,7 @@ __all__ = [
     "named",
     "number",
     "one_of",
+    "ranks_per_host_option",
     "read_by",
     "squarest_meshes",
 ]
@@ -240,16 +243,23 @@ KPerRank = Annotated[list[int] | None, _per_rank("k", "Columns of A or B")]
 Workspace = Annotated[str, _choice("--workspace", values=WORKSPACES, metavar="NAME", help="Slots of the plan")]
 Sync = Annotated[str, _choice("--sync", values=SYNCS, metavar="NAME", help="How replays are kept apart")]
 Mechanism = Annotated[str, _choice("--mechanism", values=MECHANISMS, metavar="NAME", help="How data moves")]
+
+
+def ranks_per_host_option(text: str) -> Any:
+    """The option --ranks-per-host with a help text."""
+    return typer.Option("--ranks-per-host", metavar="N", parser=number(1), help=text, show_default=False)
+
+
 RanksPerHost = Annotated[
-    int | None,
-    typer.Option(
-        "--ranks-per-host",
-        metavar="N",
-        parser=number(1),
-        help="Ranks that share memory; the others are on other hosts. [default: all]",
-        show_default=False,
-    ),
+    int | None, ranks_per_host_option("Ranks that share memory; the others are on other hosts. [default: all]")
 ]
+
+
+def benchmark_file(text: str) -> Any:
+    """The option --from, a file of distgemm bench, with a help text."""
+    return typer.Option("--from", metavar="FILE", parser=read_by(load), help=text, show_default=False)
+
+
 MachineOption = Annotated[
     Machine,
     typer.Option(

@@ -40,6 +40,7 @@ from distgemm.cli.options import (
     gemm_problem,
     mesh_text,
     number,
+    ranks_per_host_option,
 )
 from distgemm.cli.output import (
     Line,
@@ -109,12 +110,7 @@ def simulate_command(
     machine: MachineOption = "h200",  # type: ignore[assignment]
     ranks_per_host: Annotated[
         int | None,
-        typer.Option(
-            "--ranks-per-host",
-            metavar="N",
-            parser=number(1),
-            help="Ranks that NVLink connects. [default: the machine's]",
-        ),
+        ranks_per_host_option("Ranks that NVLink connects. [default: the machine's]"),
     ] = None,
     gemm_streams: Annotated[
         int | None,

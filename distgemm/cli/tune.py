@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from distgemm.bench.cases import LAYERS, Case, cases
-from distgemm.bench.report import load, save
+from distgemm.bench.report import save
 from distgemm.cli.options import (
     DEFAULT_M,
     Dtype,
@@ -22,11 +22,11 @@ from distgemm.cli.options import (
     RanksOfLayers,
     TensorParallel,
     Tokens,
+    benchmark_file,
     count_ranks,
     each_once,
     models_of,
     named,
-    read_by,
 )
 from distgemm.cli.output import Line, check_json, new_console, print_figures, say, wants_text, write_json
 
@@ -58,13 +58,7 @@ def tune_command(
     write: Annotated[bool, typer.Option("--write/--no-write", help="Whether the fastest is recorded.")] = True,
     source: Annotated[
         Any,
-        typer.Option(
-            "--from",
-            metavar="FILE",
-            parser=read_by(load),
-            help="Measure nothing: record the fastest of each row of a benchmark, which bench --json wrote.",
-            show_default=False,
-        ),
+        benchmark_file("Measure nothing: record the fastest of each row of a benchmark, which bench --json wrote."),
     ] = None,
     json: JsonFile = None,
 ) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from functools import cache
 from statistics import geometric_mean
 from typing import Any, NamedTuple
@@ -29,18 +27,13 @@ def methods_of(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {each["name"]: each for each in row["methods"]}
 
 
-def fastest(row: dict[str, Any], kind: str, begins: str = "") -> float | None:
-    """The least ms of a row's methods of a kind, of those whose name begins so; None if none ran."""
-    times = [
-        each["ms"] for each in row["methods"] if each["kind"] == kind and each["name"].startswith(begins) and each["ms"]
-    ]
-    return min(times, default=None)
-
-
 def ratios(file: str, peer: str) -> list[float]:
     """The time of a peer's fastest method over that of the fastest execution, by row."""
-    pairs = [(fastest(row, "peer", peer), fastest(row, "distgemm")) for row in run(file)["rows"]]
-    return [theirs / ours for theirs, ours in pairs if theirs and ours]
+    found = []
+    for row in run(file)["rows"]:
+        named = {**row, "methods": [each for each in row["methods"] if each["name"].startswith(peer)]}
+        found.append(report.best(named, report.PEER)["ms"] / report.best(row, report.OURS)["ms"])
+    return found
 
 
 @table
@@ -87,14 +80,8 @@ def comparisons(file: str) -> list[Comparison]:
     """The rows of a run."""
     found = []
     for row in run(file)["rows"]:
-        times: dict[str, float] = {}
-        for each in row["methods"]:
-            if each["kind"] == "distgemm" and each["ms"]:
-                named = re.search(r"execution=(\w+)", each["name"])
-                execution = named[1] if named else "multi_kernel"
-                times[execution] = min(each["ms"] * 1e3, times.get(execution, math.inf))
-        peer = fastest(row, "peer")
-        assert peer is not None
+        times = {execution: ms * 1e3 for execution, ms in report.of_executions(row).items()}
+        peer = report.best(row, report.PEER)["ms"]
         gemm = min(methods_of(row)[name]["ms"] for name in ("cuBLAS alone", "CUTLASS alone")) * 1e3
         found.append(Comparison(label(row), times, peer * 1e3, max(gemm, link_us(row))))
     return found

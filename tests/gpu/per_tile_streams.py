@@ -35,7 +35,7 @@ import typer
 from distgemm.gemm.nvcc import build
 from distgemm.gemm.per_tile.bind import RankGemm
 from distgemm.gemm.per_tile.epochs import EPOCHS, TICKET_BITS
-from distgemm.gemm.per_tile.kernel import KernelTraits
+from distgemm.gemm.per_tile.kernel import GATHERING, KernelTraits
 from distgemm.gemm.per_tile.local import LocalRanks
 
 FIRST_EPOCHS = {2: EPOCHS - 5000, 3: 1, 4: 2**32 - 5000, 5: 2**40 - 5000, 8: EPOCHS - 1000}
@@ -60,7 +60,7 @@ def gemms(ranks: int) -> list[RankGemm]:
     def gemm(
         pattern: Any, kind: tuple[Any, ...], m: int, n: int, k: int, *, by_columns: bool = False, one_shot: bool = False
     ) -> RankGemm:
-        traits = KernelTraits(pattern, *kind, sends=pattern in {"ag+gemm", "a2a+gemm"}, one_shot=one_shot)
+        traits = KernelTraits(pattern, *kind, sends=pattern in GATHERING, one_shot=one_shot)
         return RankGemm(traits, distances, m, n, k, by_columns=by_columns)
 
     return [

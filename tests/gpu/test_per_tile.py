@@ -9,7 +9,7 @@ import torch
 
 from distgemm.gemm.per_tile.bind import MAX_TICKETS, RankGemm
 from distgemm.gemm.per_tile.epochs import EPOCHS, TICKET_BITS, buffer_of
-from distgemm.gemm.per_tile.kernel import KernelTraits
+from distgemm.gemm.per_tile.kernel import GATHERING, KernelTraits
 from distgemm.gemm.per_tile.local import LocalRanks
 
 pytestmark = pytest.mark.gpu(1)
@@ -88,7 +88,7 @@ def check(there: LocalRanks, calls: Calls) -> None:
 
 
 def traits(pattern: Any, tile: tuple[int, int], cluster: tuple[int, int], pingpong: bool, **more: Any) -> KernelTraits:
-    return KernelTraits(pattern, tile, cluster, pingpong, sends=pattern in {"ag+gemm", "a2a+gemm"}, **more)
+    return KernelTraits(pattern, tile, cluster, pingpong, sends=pattern in GATHERING, **more)
 
 
 def distances(ranks: int) -> tuple[int, ...]:
@@ -153,7 +153,7 @@ def test_shards_of_columns(ranks: int, b_major: str, terms: bool, kind: tuple, m
 @pytest.mark.parametrize(("a_major", "b_major"), [("k", "n"), ("m", "k"), ("m", "n")])
 @pytest.mark.parametrize("kind", [*KINDS[1:4], *KINDS[5:], WIDE_AND_HIGH[0], ((64, 128), (1, 2), True)], ids=str)
 def test_majors(pattern: str, a_major: str, b_major: str, kind: tuple) -> None:
-    if pattern in {"ag+gemm", "a2a+gemm"} and a_major == "m":
+    if pattern in GATHERING and a_major == "m":
         pytest.skip("a gather sends rows")
     if kind in GATHERS and kind not in KINDS_OF[pattern]:
         pytest.skip("this pattern has no such tile")
@@ -170,7 +170,7 @@ def test_terms(pattern: str, kind: tuple) -> None:
     there = LocalRanks(gemm)
     calls = drawn(there, 0)
     for number, call in enumerate(calls):
-        call["alpha"] = 0.5 + number * (pattern in {"ag+gemm", "a2a+gemm"})
+        call["alpha"] = 0.5 + number * (pattern in GATHERING)
         call["bias"] = torch.randn(gemm.n, device="cuda", dtype=torch.bfloat16) * 10
         call["c"], call["beta"] = torch.randn_like(call["d"]) * 10, 0.75
     if pattern == "gemm+ar":  # the owner of a tile adds the terms

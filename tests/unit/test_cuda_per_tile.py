@@ -19,7 +19,7 @@ from distgemm import GemmProblem, PlanError
 from distgemm.gemm.per_tile import params as structs
 from distgemm.gemm.per_tile.bind import RankGemm, Space, params_of
 from distgemm.gemm.per_tile.epochs import EPOCHS, TICKET_BITS
-from distgemm.gemm.per_tile.kernel import KernelTraits
+from distgemm.gemm.per_tile.kernel import GATHERING, KernelTraits
 from distgemm.gemm.per_tile.params import CONTROL_BYTES, Control, Params
 from distgemm.gemm.per_tile.select import gemm_of
 from distgemm.runtime.cuda import per_tile, watchdog
@@ -184,7 +184,7 @@ def test_the_shape_decides_about_the_kernel(
 
 
 def small_gemm(pattern: Any, ranks: int = 3, cluster: tuple[int, int] = (2, 1)) -> RankGemm:
-    traits = KernelTraits(pattern, (128, 128), cluster, True, sends=pattern in {"ag+gemm", "a2a+gemm"})
+    traits = KernelTraits(pattern, (128, 128), cluster, True, sends=pattern in GATHERING)
     return RankGemm(traits, tuple(range(1, ranks)), 200, 328, 640)
 
 

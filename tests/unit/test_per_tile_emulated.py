@@ -15,7 +15,7 @@ import torch
 
 from distgemm.gemm.per_tile import params as structs
 from distgemm.gemm.per_tile.bind import RankGemm, Space, params_of
-from distgemm.gemm.per_tile.kernel import PATTERN_NUMBERS, PIECE_BYTES, PIECE_ROWS, KernelTraits
+from distgemm.gemm.per_tile.kernel import GATHERING, PATTERN_NUMBERS, PIECE_BYTES, PIECE_ROWS, KernelTraits
 from distgemm.schedulers import Pattern
 from tests.unit.test_cuda_per_tile import Driver
 from tests.unit.test_gemm_parameters import Recorded
@@ -221,7 +221,7 @@ def test_results(
     distances: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sends = pattern in {"ag+gemm", "a2a+gemm"}
+    sends = pattern in GATHERING
     if sends and a_major == "m":
         pytest.skip("a gather sends rows")
     monkeypatch.setattr(structs, "libcuda", Driver)

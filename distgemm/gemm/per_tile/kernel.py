@@ -15,7 +15,7 @@ from distgemm.gemm.per_tile.params import LINE, Params
 from distgemm.gemm.spec import GemmConfig
 from distgemm.schedulers import Pattern
 
-__all__ = ["BYTES", "PIECE_BYTES", "PIECE_ROWS", "SUBTILE_ROWS", "KernelTraits", "Launch"]
+__all__ = ["BYTES", "GATHERING", "PIECE_BYTES", "PIECE_ROWS", "SUBTILE_ROWS", "KernelTraits", "Launch"]
 
 PATTERN_NUMBERS: dict[Pattern, int] = {"ag+gemm": 1, "gemm+rs": 2, "gemm+ar": 3, "gemm+a2a": 4, "a2a+gemm": 5}
 CUTLASS_TYPES = {"bfloat16": "cutlass::bfloat16_t", "float16": "cutlass::half_t", "float32": "float"}
@@ -49,6 +49,8 @@ MAX_PART: dict[Pattern, int] = {
     "a2a+gemm": 128 * 192,
 }
 """Accumulators of a warp group that fit into its registers. Reductions also need registers for what they add."""
+GATHERING: tuple[Pattern, ...] = ("ag+gemm", "a2a+gemm")
+"""Patterns whose tiles wait for slices of A in slots, to which a warp of each peer sends its shard."""
 TAKING: tuple[Pattern, ...] = ("gemm+ar", "gemm+a2a")
 """Patterns whose results peers store in slots, from which a warp takes them to D."""
 
@@ -127,7 +129,7 @@ class KernelTraits:
     @property
     def gathers(self) -> bool:
         """Whether slices of A come from peers: of their rows, or of their columns of this rank's rows."""
-        return self.pattern in {"ag+gemm", "a2a+gemm"}
+        return self.pattern in GATHERING
 
     @property
     def stages(self) -> int:

@@ -6,7 +6,7 @@ from math import prod
 from typing import Literal
 
 from distgemm.gemm.per_tile.bind import SMS, RankGemm
-from distgemm.gemm.per_tile.kernel import BYTES, KernelTraits
+from distgemm.gemm.per_tile.kernel import BYTES, GATHERING, KernelTraits
 from distgemm.gemm.per_tile.order import distances_of
 from distgemm.gemm.spec import GemmConfig
 from distgemm.plan.patterns import does_pattern
@@ -29,15 +29,14 @@ SPEEDS = {
 }
 """Of a whole wave of tiles without sums, as shares of the GPU's rate: measured, or as TILES of model.py has them."""
 CONFIGS: dict[Pattern, tuple[str, ...]] = {
-    "ag+gemm": (*SPEEDS, *REDUCING[2:]),
+    **dict.fromkeys(GATHERING, (*SPEEDS, *REDUCING[2:])),
     "gemm+rs": REDUCING,
     "gemm+ar": REDUCING,
-    "a2a+gemm": (*SPEEDS, *REDUCING[2:]),
     "gemm+a2a": ("256x192x64_1x2_cooperative", LARGE, "128x192x64_2x1_cooperative", *REDUCING[1:]),
 }
 """Those that are worth a try, from large products to small ones. The last one is for shards of 64 rows."""
 ONE_SHOT = {"64x64x64_1x2_pingpong": 0.5, "64x128x64_1x2_pingpong": 0.7}
-"""Those of one-shot all-reduces, which are for few rows, and their speeds, which are not measured."""
+"""Those of one-shot all-reduces, which are for few rows, and their speeds, which are guessed."""
 SHORT_M = 64
 """Rows of a shard, up to which a reduction has tiles of 64 rows, and clusters of one row of them."""
 SHORT_K = 2048
@@ -125,7 +124,7 @@ def traits_of(
     return KernelTraits(
         *(pattern, found.tile[:2], found.cluster, pingpong, dtype, out_dtype, partial_dtype),
         b_major="n" if turned_b else "k",
-        sends=pattern in {"ag+gemm", "a2a+gemm"},
+        sends=pattern in GATHERING,
         one_shot=one_shot,
         epilogue_stages=EPILOGUE_STAGES["gemm+rs" if one_shot else pattern][pingpong],
     )

@@ -64,6 +64,8 @@ def prove(gemm: RankGemm) -> Proof:
         return _prove_gather(gemm, tiles)
     if gemm.traits.pattern == "gemm+a2a":
         return _prove_to_owners(gemm, tiles)
+    if gemm.traits.one_shot:
+        return _prove_one_shot(gemm, tiles)
     return _prove_reduction(gemm, tiles)
 
 
@@ -128,8 +130,6 @@ def _prove_gather(gemm: RankGemm, tiles: _Tiles) -> Proof:
 
 def _prove_reduction(gemm: RankGemm, tiles: _Tiles) -> Proof:
     ranks, parts = gemm.ranks, gemm.traits.parts
-    if gemm.traits.one_shot:
-        return _prove_one_shot(gemm, tiles)
     own = tiles.distance == 0
     shape = (ranks, ranks - 1, tiles.rows, tiles.columns)
     number, of_rank = tiles.numbers(), np.arange(ranks)[:, None]
