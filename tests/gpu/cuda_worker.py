@@ -538,8 +538,6 @@ def engines(cases: list[Case]) -> list[str]:
 
 def messages(cases: list[Case]) -> list[str]:
     """Failures of cases whose messages across hosts are not those of the plan: in bytes, and in kernels of NCCL."""
-    from torch.profiler import ProfilerActivity, profile
-
     failures = []
     for case in cases:
         exe, data = compiled(case)
@@ -551,17 +549,8 @@ def messages(cases: list[Case]) -> list[str]:
         if sent != planned:
             failures.append(f"rank {exe.rank}: sends {sent} bytes across hosts, the plan {planned}: {case}")
         replay = exe.capture(data.shards["A"], data.shards["B"], out=data.shards["D"], **data.terms)
-        replay()
-        torch.cuda.synchronize()
-        dist.barrier(device_ids=[exe.device.index])
-        replays = 5
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            for _ in range(replays):
-                replay()
-            torch.cuda.synchronize()
-        events = [e for e in profiler.profiler.kineto_results.events() if e.device_type() == DeviceType.CUDA]
-        kernels = sum(e.name().startswith("nccl") for e in events)
-        exchanges = replays * len(exchanges_of(exe.actions))
+        kernels = sum(event.name().startswith("nccl") for event in _profiled(exe, replay))
+        exchanges = PROFILED_REPLAYS * len(exchanges_of(exe.actions))
         if kernels != exchanges:
             failures.append(f"rank {exe.rank}: {kernels} kernels of NCCL in {exchanges} exchanges: {case}")
         if not torch.equal(data.shards["D"].double(), wanted):
@@ -569,29 +558,36 @@ def messages(cases: list[Case]) -> list[str]:
     return failures
 
 
-def _engines(case: Case) -> list[str]:
+PROFILED_REPLAYS = 5
+
+
+def _profiled(exe: Any, replay: Callable[[], Any]) -> list[Any]:
+    """What the GPU did in ``PROFILED_REPLAYS`` replays, behind one that is not counted. A collective call."""
     from torch.profiler import ProfilerActivity, profile
 
-    exe, data = compiled(case)
-    data.draw(0)
-    replay = exe.capture(data.shards["A"], data.shards["B"], out=data.shards["D"])
     replay()
     torch.cuda.synchronize()
     dist.barrier(device_ids=[exe.device.index])
-    replays = 5
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(replays):
+        for _ in range(PROFILED_REPLAYS):
             replay()
         torch.cuda.synchronize()
-    events = [e for e in profiler.profiler.kineto_results.events() if e.device_type() == DeviceType.CUDA]
+    return [e for e in profiler.profiler.kineto_results.events() if e.device_type() == DeviceType.CUDA]
+
+
+def _engines(case: Case) -> list[str]:
+    exe, data = compiled(case)
+    data.draw(0)
+    replay = exe.capture(data.shards["A"], data.shards["B"], out=data.shards["D"])
+    events = _profiled(exe, replay)
     copies = [e for e in events if e.name().startswith("Memcpy PtoP")]
     kernels = [e for e in events if not e.name().startswith("Memcpy")]
     ops = exe.plan.ops(exe.rank)
     failures = []
-    wanted = replays * sum(isinstance(op, Copy) and link_of(op) is not None for op in ops)
+    wanted = PROFILED_REPLAYS * sum(isinstance(op, Copy) and link_of(op) is not None for op in ops)
     if len(copies) != wanted:
         failures.append(f"rank {exe.rank}: {len(copies)} copies to peers, wanted {wanted}")
-    if len(kernels) != replays * sum(isinstance(op, (Gemm, Reduce)) for op in ops):
+    if len(kernels) != PROFILED_REPLAYS * sum(isinstance(op, (Gemm, Reduce)) for op in ops):
         failures.append(f"rank {exe.rank}: kernels {sorted({e.name()[:60] for e in kernels})}")
     overlapped = sum(
         any(

@@ -87,6 +87,17 @@ def check(there: LocalRanks, calls: Calls) -> None:
         torch.testing.assert_close(call["d"].double(), wanted, rtol=0.02, atol=0.02 * wanted.abs().max().item())
 
 
+def replay_in_turn(there: LocalRanks, prepared: list[Any]) -> None:
+    """100 replays of launches in turn, by ranks in random order, of which some are late. No host waits in between."""
+    for number in range(100):
+        for rank in torch.randperm(len(there.streams)).tolist():
+            with torch.cuda.stream(there.streams[rank]):
+                if number % 7 == rank:
+                    torch.cuda._sleep(200_000)
+                prepared[number % len(prepared)][rank]()
+    torch.cuda.synchronize()
+
+
 def traits(pattern: Any, tile: tuple[int, int], cluster: tuple[int, int], pingpong: bool, **more: Any) -> KernelTraits:
     return KernelTraits(pattern, tile, cluster, pingpong, sends=pattern in GATHERING, **more)
 
@@ -268,14 +279,7 @@ def test_many_replays_of_one_shot_and_other_all_reduces(epoch: int) -> None:
     there.gemm = two
     wholes.append(drawn(there, 2))
     torch.cuda.synchronize()
-    prepared = [there.launches(calls, gemm) for calls, gemm in zip(wholes, (one, one, two), strict=True)]
-    for number in range(100):
-        for rank in torch.randperm(4).tolist():
-            with torch.cuda.stream(there.streams[rank]):
-                if number % 7 == rank:
-                    torch.cuda._sleep(200_000)
-                prepared[number % 3][rank]()
-    torch.cuda.synchronize()
+    replay_in_turn(there, [there.launches(calls, gemm) for calls, gemm in zip(wholes, (one, one, two), strict=True)])
     for calls in wholes:
         check(there, calls)
         assert have_the_same_bits(calls)
@@ -325,14 +329,7 @@ def test_many_replays(pattern: str, epoch: int) -> None:
     there = LocalRanks(gemm, epoch=epoch)
     several = [drawn(there, seed) for seed in range(3)]
     torch.cuda.synchronize()
-    prepared = [there.launches(calls) for calls in several]
-    for number in range(100):
-        for rank in torch.randperm(4).tolist():
-            with torch.cuda.stream(there.streams[rank]):
-                if number % 7 == rank:
-                    torch.cuda._sleep(200_000)
-                prepared[number % 3][rank]()
-    torch.cuda.synchronize()
+    replay_in_turn(there, [there.launches(calls) for calls in several])
     for calls in several:
         check(there, calls)
 

@@ -9,7 +9,7 @@ import importlib
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import distgemm
 from distgemm.torch_ops import library
-from tests.multiprocess.ops_torch_worker import BETWEEN, BOUND, K, Shard, Whole, messages, split
+from tests.multiprocess.ops_torch_worker import BETWEEN, BOUND, K, Shard, Whole, errors_of, messages, split
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 Tensor = torch.Tensor
@@ -279,18 +279,6 @@ def compiled() -> list[str]:
                 if not torch.equal(x, true)
             ]
     return wrong
-
-
-def errors_of(todo: Mapping[str, Callable[[], Any]]) -> dict[str, str]:
-    """What each call raises, by its name; "" where it raises nothing."""
-    found = {}
-    for name, run in todo.items():
-        try:
-            run()
-            found[name] = ""
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
 
 
 def compiled_by_inductor() -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, product
 from typing import Any
 from unittest import mock
@@ -557,6 +557,18 @@ def no_gradients() -> dict[str, str]:
 # --- misuse -------------------------------------------------------------------------------------------
 
 
+def errors_of(todo: Mapping[str, Callable[[], Any]]) -> dict[str, str]:
+    """What each call raises, by its name; "" where it raises nothing."""
+    found = {}
+    for name, run in todo.items():
+        try:
+            run()
+            found[name] = ""
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
 def misuse() -> dict[str, str]:
     """The messages of wrong calls. All ranks make the same mistake, unless the test says otherwise."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -608,13 +620,7 @@ def misuse() -> dict[str, str]:
         "empty rank's bias": lambda: rs(a[:, : 1 - rank], b[:, : 1 - rank], group=world, in_features=1, bias=bias),
         "outside": lambda: ag(a, b, group=outside) if rank else "",
     }
-    found = {}
-    for name, run in todo.items():
-        try:
-            run()
-            found[name] = ""
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
+    found = errors_of(todo)
     # No wrong call has sent anything, so calls still work.
     found["after"] = str(distgemm.all_gather_matmul(a, b, group=mesh["tp"]).shape[0])
     return found

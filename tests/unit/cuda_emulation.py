@@ -29,7 +29,7 @@ from distgemm.runtime.cuda.lowering import lower
 from distgemm.runtime.cuda.lowering.actions import Action
 from distgemm.runtime.cuda.nccl import Message
 from distgemm.runtime.cuda.workspace import BUFFERS, FLAG_BYTES, Workspace, WorkspaceBuffer
-from distgemm.runtime.executable import ExecutionConfig
+from distgemm.runtime.executable import ExecutionConfig, WaitBy
 from distgemm.schedulers import schedule_options
 from tests.unit.reference_data import Scales
 
@@ -424,6 +424,41 @@ class Data:
         a, p = self.whole["A"], self.plan.problem
         found = a.view(p.l, p.m, p.k)[tuple(slice(*edges) for edges in gathered_box(self.plan, rank))]
         return found if a.dim() == 3 else found[0]
+
+
+def replay_each(
+    every: list[distgemm.Plan],
+    order: random.Random,
+    recorded: list[Task],
+    queues: bool,
+    waits: Sequence[WaitBy] = ("memory_op",),
+) -> Machine:
+    """Replay each plan three times in a random order, with late ranks, and compare every element.
+
+    The executables share a workspace, have one or two GEMM streams, and take turns with what waits.
+    """
+    ranks, machine = range(every[0].world_size), machine_of(every)
+    emulated = [
+        [
+            Emulated(plan, rank, machine.workspaces[rank], 1 + number % 2, wait_by=waits[number // 2 % len(waits)])
+            for rank in ranks
+        ]
+        for number, plan in enumerate(every)
+    ]
+    script = [order.randrange(len(every)) for _ in range(3 * len(every))]
+    todo: list[list[Any]] = [[] for _ in ranks]
+    data = []
+    for replay, which in enumerate(script):
+        # Calls alternate between buffers. Replays of captured calls may use the same one again and again.
+        buffer = order.randrange(2)
+        data.append(Data(every[which], replay, alpha=2.0, beta=float(replay % 2), bias=replay % 3 == 0))
+        for rank in ranks:
+            one = emulated[which][rank]
+            todo[rank].append((one, one.tasks(data[-1].calls[rank], recorded, buffer)))
+    run(machine, todo, order, queues)
+    for drawn in data:
+        drawn.check()
+    return machine
 
 
 def plans(schedule: str, ranks: int) -> list[distgemm.Plan]:

@@ -15,6 +15,7 @@ from distgemm.plan.ops import Gemm
 from distgemm.plan.scaling import OperandScaling, Scaling
 from distgemm.runtime.cuda import memops
 from distgemm.runtime.cuda.workspace import FLAG_BYTES, first_plan_flag
+from distgemm.runtime.executable import WaitBy
 from distgemm.schedulers import schedule_options
 from tests.unit.cuda_emulation import (
     ALL_REDUCES,
@@ -27,6 +28,7 @@ from tests.unit.cuda_emulation import (
     Task,
     machine_of,
     plans,
+    replay_each,
     run,
 )
 
@@ -38,32 +40,8 @@ from tests.unit.cuda_emulation import (
 @pytest.mark.parametrize("schedule", distgemm.list_schedules())
 def test_every_schedule_is_right_in_every_order(schedule: str, queues: bool, recorded: list[Task]) -> None:
     """Each plan is replayed three times, with other executables of the same workspace in between."""
-    ranks = 4
-    every = plans(schedule, ranks)
-    machine = machine_of(every)
-    order = random.Random(schedule)
-    emulated = [
-        [
-            Emulated(
-                plan, rank, machine.workspaces[rank], 1 + number % 2, wait_by=("memory_op", "kernel")[number // 2 % 2]
-            )
-            for rank in range(ranks)
-        ]
-        for number, plan in enumerate(every)
-    ]
-    script = [order.randrange(len(every)) for _ in range(3 * len(every))]
-    todo: list[list[Any]] = [[] for _ in range(ranks)]
-    data = []
-    for replay, which in enumerate(script):
-        # Calls alternate between buffers. Replays of captured calls may use the same one again and again.
-        buffer = order.randrange(2)
-        data.append(Data(every[which], replay, alpha=2.0, beta=float(replay % 2), bias=replay % 3 == 0))
-        for rank in range(ranks):
-            one = emulated[which][rank]
-            todo[rank].append((one, one.tasks(data[-1].calls[rank], recorded, buffer)))
-    run(machine, todo, order, queues)
-    for drawn in data:
-        drawn.check()
+    waits: tuple[WaitBy, ...] = ("memory_op", "kernel")
+    machine = replay_each(plans(schedule, 4), random.Random(schedule), recorded, queues, waits)
     for workspace in machine.workspaces:
         flags = {address: value for address, value in machine.flags.items() if address >> 32 == workspace.rank}
         left = [flags.pop(buffer.left(workspace.rank, peer)) for buffer in workspace.buffers for peer in buffer.peers]

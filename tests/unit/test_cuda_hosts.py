@@ -25,7 +25,7 @@ from distgemm.runtime.cuda.workspace import FlagValues, Stage, Step
 from distgemm.runtime.executable import ExecutionConfig
 from distgemm.schedulers import schedule_mesh_rank, schedule_options
 from tests.gpu import test_hosts
-from tests.unit.cuda_emulation import Data, Emulated, Task, machine_of, record_launches, run
+from tests.unit.cuda_emulation import Data, Emulated, Task, machine_of, record_launches, replay_each, run
 from tests.unit.test_cuda_watchdog import Freeing
 
 RING, DIRECT = "all_gather_1d_ring_a", "all_gather_1d_tiling_cd_rotating_a"
@@ -52,25 +52,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
 
 
 def run_replays(every: list[distgemm.Plan], order: random.Random, recorded: list[Task], queues: bool) -> None:
-    """Replay each plan three times in a random order, with late ranks, and compare every element."""
-    ranks = every[0].world_size
-    machine = machine_of(every)
-    emulated = [
-        [Emulated(plan, rank, machine.workspaces[rank], 1 + number % 2) for rank in range(ranks)]
-        for number, plan in enumerate(every)
-    ]
-    script = [order.randrange(len(every)) for _ in range(3 * len(every))]
-    todo: list[list[Any]] = [[] for _ in range(ranks)]
-    data = []
-    for replay, which in enumerate(script):
-        buffer = order.randrange(2)
-        data.append(Data(every[which], replay, alpha=2.0, beta=float(replay % 2), bias=replay % 3 == 0))
-        for rank in range(ranks):
-            one = emulated[which][rank]
-            todo[rank].append((one, one.tasks(data[-1].calls[rank], recorded, buffer)))
-    run(machine, todo, order, queues)
-    for drawn in data:
-        drawn.check()
+    """:func:`replay_each`, after which nothing is left in a channel."""
+    machine = replay_each(every, order, recorded, queues)
     assert machine.channels
     for (src, dst), channel in machine.channels.items():
         assert every[0].across(src, dst)
