@@ -312,14 +312,11 @@ def _per_tile(
         return
     costs = Costs(machine)
     for candidate, plan in _plans(problem, pattern, world_size, "per_tile"):
-        configs = configs_of(plan)
-        for name in configs:
+        for name in configs_of(plan):
             if not (status := per_tile_status(plan, name)):
                 logger.info("no candidate for %s on %d ranks: %s", pattern, world_size, status.reason)
                 continue
             gemm = gemm_of(plan, name)
-            if name == configs[-1] and gemm.m > gemm.traits.tile[0] and not gemm.traits.one_shot:
-                continue  # it equals the one before, unless half of that one's clusters would be padding
             if gemm.by_columns and gemm.m >= gemm.ranks * SHORT_M:
                 continue  # shards of rows fill tiles, and B is read as often
             if gemm.traits.one_shot and gemm.m > ONE_SHOT_ROWS:

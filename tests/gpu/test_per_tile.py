@@ -49,10 +49,10 @@ def drawn(there: LocalRanks, seed: int) -> Calls:
     gemm, traits = there.gemm, there.gemm.traits
     torch.manual_seed(seed)
     by_columns, one_shot = gemm.by_columns, traits.one_shot
-    one_shard = by_columns or one_shot
-    rows = gemm.m if traits.pattern in {"ag+gemm", "gemm+a2a"} or one_shard else gemm.m * gemm.ranks
+    every = gemm.m * (1 if by_columns or one_shot or gemm.spans else gemm.ranks)  # rows of all ranks
+    rows = gemm.rank_rows if traits.pattern in {"ag+gemm", "gemm+a2a"} else every
     b_shape = (gemm.n * gemm.ranks if traits.pattern == "gemm+a2a" or by_columns else gemm.n, k_of_sum(gemm))
-    rows_of_d = gemm.m if traits.pattern in {"gemm+rs", "a2a+gemm"} or one_shard else gemm.m * gemm.ranks
+    rows_of_d = gemm.rank_rows if traits.pattern in {"gemm+rs", "a2a+gemm"} else every
     columns_of_d = gemm.n * (gemm.ranks if by_columns else 1)
     found = []
     for device in there.devices:
@@ -224,6 +224,107 @@ def test_results_in_float32(kind: tuple, lead: int | None) -> None:
         for call in calls[seed:]:
             call["bias"], call["c"], call["beta"] = call["d"].new_ones(328), torch.randn_like(call["d"]), 0.75
         there.run(there.launches(calls, gb_per_s=300.0), [100_000 * (rank * 5 % 8) for rank in range(8)])
+        check(there, calls)
+
+
+SPANNING = [
+    ((128, 128), (1, 2), False),
+    ((128, 128), (2, 1), True),
+    ((64, 128), (1, 2), True),
+    ((64, 64), (1, 2), True),
+    ((128, 256), (2, 1), False),
+    ((256, 128), (2, 1), False),
+]
+"""Kinds of tiles that have the rows of several ranks."""
+
+
+def spanning(pattern: str, kind: tuple, ranks: int, rows: int, n: int = 328, k: int = 648, **more: Any) -> RankGemm:
+    return RankGemm(traits(pattern, *kind, **more), distances(ranks)[::-1], rows * ranks, n, k, spans=True)
+
+
+@pytest.mark.parametrize("kind", SPANNING, ids=str)
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize(
+    ("pattern", "rows"), [("ag+gemm", rows) for rows in (1, 16, 33, 63)] + [("gemm+rs", rows) for rows in (16, 32, 48)]
+)
+def test_tiles_that_span_shards(pattern: str, rows: int, ranks: int, kind: tuple) -> None:
+    """With terms, and late ranks. Tiles end within a shard, and behind the last one."""
+    gemm = spanning(pattern, kind, ranks, rows)
+    there = LocalRanks(gemm)
+    for seed in range(3):
+        calls = drawn(there, seed)
+        for call in calls if seed else ():
+            call["bias"] = torch.randn(gemm.n, device="cuda", dtype=torch.bfloat16) * 10
+            call["c"], call["alpha"], call["beta"] = torch.randn_like(call["d"]) * 10, 0.5, 0.75
+        there.run(there.launches(calls, gb_per_s=300.0), [100_000 * (rank * 5 % ranks) for rank in range(ranks)])
+        check(there, calls)
+
+
+@pytest.mark.parametrize("kind", SPANNING[:3], ids=str)
+@pytest.mark.parametrize(("a_major", "b_major"), [("k", "n"), ("m", "k")])
+@pytest.mark.parametrize("pattern", ["ag+gemm", "gemm+rs"])
+def test_majors_of_spanned_shards(pattern: str, a_major: str, b_major: str, kind: tuple) -> None:
+    if pattern == "ag+gemm" and a_major == "m":
+        pytest.skip("a gather sends rows")
+    there = LocalRanks(spanning(pattern, kind, 4, 48, 392, 200, a_major=a_major, b_major=b_major))
+    calls = drawn(there, 0)
+    there.run(there.launches(calls))
+    check(there, calls)
+
+
+@pytest.mark.parametrize("kind", SPANNING[:5], ids=str)
+@pytest.mark.parametrize("rows", [20, 63])
+def test_all_of_spanned_shards_is_handed_out(kind: tuple, rows: int) -> None:
+    gemm = spanning("ag+gemm", kind, 3, rows)
+    there = LocalRanks(gemm)
+    for seed in range(3):
+        calls = drawn(there, seed)
+        wanted = torch.cat([call["a"] for call in calls])
+        wide = [torch.full((len(wanted), gemm.k + 8), 77.0, device="cuda", dtype=torch.bfloat16) for _ in calls]
+        given = [{**call, "gathered": x[:, : gemm.k]} for call, x in zip(calls, wide, strict=True)]
+        there.run(there.launches(given), [100_000 * (rank * 2 % 3) for rank in range(3)])
+        check(there, calls)
+        assert all(torch.equal(x[:, : gemm.k], wanted) and (x[:, gemm.k :] == 77).all() for x in wide)
+
+
+@pytest.mark.parametrize("kind", SPANNING[:3], ids=str)
+def test_spanned_sums_in_float32(kind: tuple) -> None:
+    there = LocalRanks(spanning("gemm+rs", kind, 4, 48, partial_dtype="float32"))
+    for seed in range(3):
+        calls = drawn(there, seed)
+        there.run(there.launches(calls))
+        check(there, calls)
+
+
+@pytest.mark.parametrize("epoch", [1, 2**40, EPOCHS - 50])
+def test_many_replays_of_spanned_shards_and_others(epoch: int) -> None:
+    """They alternate on one workspace, while ranks run ahead of each other."""
+    every = [
+        spanning("ag+gemm", SPANNING[0], 4, 40),
+        spanning("gemm+rs", SPANNING[0], 4, 32),
+        spanning("gemm+rs", SPANNING[2], 4, 48),
+        RankGemm(traits("gemm+rs", *KINDS[1]), distances(4), 64, 384, 128),
+        RankGemm(traits("ag+gemm", *KINDS[1]), distances(4), 200, 384, 128),
+    ]
+    there, several, prepared = LocalRanks(every[0], epoch=epoch, others=every[1:]), [], []
+    for seed, gemm in enumerate(every):
+        there.gemm = gemm
+        several.append(drawn(there, seed))
+        prepared.append(there.launches(several[-1], gemm))
+    torch.cuda.synchronize()
+    replay_in_turn(there, prepared)
+    for gemm, calls in zip(every, several, strict=True):
+        there.gemm = gemm
+        check(there, calls)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(("pattern", "rows"), [("ag+gemm", 40), ("gemm+rs", 48)])
+def test_spanned_shards_on_two_gpus(pattern: str, rows: int) -> None:
+    there = LocalRanks(spanning(pattern, SPANNING[0], 2, rows, 512), gpus=2)
+    for seed in range(10):
+        calls = drawn(there, seed)
+        there.run(there.launches(calls, gb_per_s=300.0), [100_000 * (seed % 3), 100_000 * (seed % 2)])
         check(there, calls)
 
 

@@ -209,7 +209,7 @@ def test_flags_are_named_as_the_kernel_numbers_them(pattern: str, cluster: tuple
         for kind in kinds:
             for distance, row, column in itertools.product((1, 2), range(rows), range(columns)):
                 wanted.append((distance, kind.format((row, column))))
-    assert [gemm.slot_of(number) for number in range(gemm.flags)] == wanted
+    assert [gemm.slot_of(number, 0) for number in range(gemm.flags)] == wanted
 
 
 def one_shot_gemm(ranks: int = 3, m: int = 40) -> RankGemm:
@@ -221,7 +221,7 @@ def test_flags_of_a_one_shot_kernel() -> None:
     """Each rank has slots for all ranks' sums of all tiles, its own ones first; and no results come."""
     gemm = one_shot_gemm()
     wanted = [(distance, f"the partial sum of tile (0, {column}) of D") for distance in range(3) for column in range(4)]
-    assert [gemm.slot_of(number) for number in range(gemm.flags)] == wanted
+    assert [gemm.slot_of(number, 0) for number in range(gemm.flags)] == wanted
     assert gemm.slot_bytes == 12 * 64 * 128 * 2 and not gemm.traits.takes
     assert [(tile.distance, tile.column) for tile in gemm.order] == [(0, 0), (0, 1)]
 

@@ -39,7 +39,7 @@ extern "C" void stages(PieceOrder const* pieces, TileOrder const* order, uint32_
   }
 }
 extern "C" void pieces(PieceOrder const* pieces, TileOrder const* order, uint32_t* to) {
-  for (uint32_t number = 0; number < pieces->pieces(*order); ++number) {
+  for (uint32_t number = 0; number < pieces->pieces(); ++number) {
     auto const found = pieces->at(*order, number);
     *to++ = found.distance, *to++ = found.row, *to++ = found.slice;
   }
@@ -88,11 +88,12 @@ def test_own_tiles_lead_by_as_many_units(order: TileOrder) -> None:
         assert order.shards == 1 or -1 <= ahead <= order.lead + 1
 
 
-@given(orders(), st.integers(1, 5), st.integers(1, 4))
-def test_every_piece_is_sent_once(order: TileOrder, rows: int, slices: int) -> None:
-    pieces = PieceOrder(order.distances, rows, slices, order.group)
+@given(orders(), st.integers(1, 5), st.integers(1, 4), st.booleans())
+def test_every_piece_is_sent_once(order: TileOrder, rows: int, slices: int, to_itself: bool) -> None:
+    pieces = PieceOrder(order.distances, rows, slices, order.group, to_itself)
     found = [pieces.at(number) for number in range(pieces.pieces)]
-    assert sorted(found) == [(d, row, s) for d in range(1, order.ranks) for row in range(rows) for s in range(slices)]
+    receivers = range(1 - to_itself, order.ranks)
+    assert sorted(found) == [(d, row, s) for d in receivers for row in range(rows) for s in range(slices)]
 
 
 @given(orders(), st.integers(1, 5))
@@ -144,7 +145,7 @@ def test_kernels_have_the_same_order(tmp_path: Path) -> None:
         found = (ctypes.c_uint32 * (3 * order.clusters))()
         host.tiles(ctypes.byref(Order.of(order)), own_first, found)
         assert [tuple(found[i : i + 3]) for i in range(0, len(found), 3)] == list(order)
-        pieces = PieceOrder(distances, blocks, columns, chance.randint(1, 9))
+        pieces = PieceOrder(distances, blocks, columns, chance.randint(1, 9), chance.random() < 0.5)
         found = (ctypes.c_uint32 * (3 * pieces.pieces))()
         host.pieces(ctypes.byref(Pieces.of(pieces)), ctypes.byref(Order.of(order)), found)
         wanted = [pieces.at(number) for number in range(pieces.pieces)]

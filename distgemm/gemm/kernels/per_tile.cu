@@ -17,6 +17,10 @@
 //   DG_FROM_HOLDERS    there is none                               A's columns of other ranks come from slots, slice by
 //                                                                  slice; warp 1 sends peers their rows of A
 //
+// With few rows a tile may span shards (spans_()): it has rows of several ranks, and all of D is one shard. A gather then
+// has all of A in slots, this rank's rows, too. A reduce-scatter stores 16 rows of a sum at a time at their owner, and
+// then adds the sums of peers to those that this rank owns.
+//
 // A thread block has 12 warps. Each role is a function, and a section of this file:
 //
 //   warp        function         does                                           waits for
@@ -91,6 +95,7 @@ constexpr bool kAllReduces = kPattern == DG_ALL_REDUCE, kOneShot = kPattern == D
 constexpr bool kReduces = kPattern == DG_REDUCE_SCATTER || kAllReduces || kOneShot;
 constexpr bool kTakes = kAllReduces || kToOwners;                                  // results from peers
 constexpr bool kOneD = kPattern == DG_REDUCE_SCATTER || kFromHolders || kOneShot;  // D has the rows of one shard
+constexpr bool kMaySpan = kPattern == DG_GATHER || kPattern == DG_REDUCE_SCATTER;  // tiles may have rows of several ranks
 constexpr uint32_t kNearest = kOneShot ? 0 : 1;                                    // distance from which sums come
 constexpr bool kPingpong = DG_PINGPONG;  // each warp group has tiles of its own. Otherwise both share each tile
 constexpr int kTileM = DG_TILE_M, kTileN = DG_TILE_N, kTileK = 128 / sizeof(Element);
@@ -127,6 +132,8 @@ constexpr int kSumBytes = kPartM * kPartN * sizeof(Partial);
 constexpr int kSums = (kSumBytes + kSubtile - 1) / kSubtile;  // subtiles
 static_assert(kSumBytes % kPackBytes == 0);
 constexpr int kPartPacks = kSumBytes / kPackBytes;
+constexpr int kSumsOfRows = kSums % kDown ? 0 : kSums / kDown;  // subtiles of a sum that have the same rows, if any
+constexpr int kWarpRows = 16;                                   // of a subtile
 CUTE_HOST_DEVICE constexpr int packs_of(int subtile) {
   return subtile + 1 < kSums ? kPacks : kPartPacks - (kSums - 1) * kPacks;
 }
@@ -143,10 +150,9 @@ constexpr int kPartBytes = (kTakes ? cute::max(kSums, kResults) : kSums) * kSubt
 // A piece of a shard that is sent: so many rows, and so many bytes of each.
 constexpr int kPieceRows = 32, kPieceBytes = 512, kPieceK = kPieceBytes / sizeof(Element);
 constexpr int kPiecesDown = kTileM / kPieceRows;  // of the rows of a tile
-static_assert(kTileM % kPieceRows == 0 && (kPiecesDown & (kPiecesDown - 1)) == 0);
+static_assert(kTileM % kPieceRows == 0);
 constexpr int kCopyRows = 16, kCopyBytes = kCopyRows * kPieceBytes;  // what is copied at a time
 constexpr int kSliceTiles = kPieceK / kTileK;  // stages of a slice
-constexpr int kPolledSlices = 32 / kPiecesDown;      // slices whose flags a warp reads at a time
 
 constexpr bool kCopies = DG_SENDS || kTakes;  // whether warp 1 copies
 constexpr bool kHandsOut = kGathers && DG_A_K_MAJOR;  // whether a call may want all of A
@@ -181,6 +187,7 @@ struct alignas(128) Params {
   Element* gathered_at;  // null: the caller does not want all of A
   int64_t shard_stride, gathered_stride;  // elements
   int32_t m, n, k;       // rows of a shard, columns of D, and columns of A on this rank
+  int32_t rank_rows;     // of m: those of a rank, where tiles span shards. Otherwise m
   uint32_t slices;       // of these columns
   uint32_t picoseconds_per_kib;
   uint32_t by_columns;  // all-reduce: m is rows of D, and n columns of a shard
@@ -427,9 +434,20 @@ class Kernel {
     return arrived;
   }
 
+  // Whether tiles have rows of several ranks, and all of D is one shard.
+  CUTE_DEVICE bool spans_() const { return kMaySpan && params_.rank_rows < params_.m; }
+  // Whether the sums of such tiles are scattered. This rank's first row then, and how many of some rows it owns.
+  CUTE_DEVICE bool scatters_() const { return kReduces && spans_(); }
+  CUTE_DEVICE int32_t first_own_row_() const { return scatters_() ? spaces_.rank * params_.rank_rows : 0; }
+  CUTE_DEVICE int32_t own_rows_(int32_t first, int32_t count) const {
+    int32_t const begin = cute::max(first, first_own_row_());
+    return cute::max(0, cute::min(first + count, first_own_row_() + params_.rank_rows) - begin);
+  }
   // Whether shards of D are columns, and not rows.
   CUTE_DEVICE bool by_columns_() const { return kAllReduces && params_.by_columns; }
   CUTE_DEVICE uint32_t rank_at_(uint32_t distance) const { return (spaces_.rank + distance) % spaces_.ranks; }
+  // Which of the matrices of a descriptor, one for each shard, is that of the rank so far behind this one.
+  CUTE_DEVICE int32_t matrix_(uint32_t distance) const { return spans_() ? 0 : rank_at_(distance); }
 
   // The number of a part of a tile among those of a shard.
   CUTE_DEVICE uint32_t part_(Tile const& tile, uint32_t part) const {
@@ -446,9 +464,14 @@ class Kernel {
   CUTE_DEVICE uint32_t result_slot_(uint32_t distance, uint32_t part) const {
     return sum_slot_(distance + (kAllReduces ? spaces_.ranks - 1 : 0), part);
   }
+  // The number of a shard among those that a rank receives: of the rank so far behind the receiver, or, where tiles span
+  // shards, of the sender, as in A.
+  CUTE_DEVICE uint32_t received_(uint32_t distance, uint32_t sender = 0) const {
+    return spans_() ? sender : distance - 1;
+  }
   // The flag of a piece of a shard that a rank receives.
-  CUTE_DEVICE uint32_t piece_slot_(uint32_t distance, uint32_t row, uint32_t slice) const {
-    return ((distance - 1) * params_.pieces.rows + row) * params_.slices + slice;
+  CUTE_DEVICE uint32_t piece_slot_(uint32_t shard, uint32_t row, uint32_t slice) const {
+    return (shard * params_.pieces.rows + row) * params_.slices + slice;
   }
   // A slice of a tile's sum, in the order in which the tile adds them.
   CUTE_DEVICE Slice slice_(Tile const& tile, uint32_t number) const {
@@ -483,13 +506,14 @@ class Kernel {
       uint32_t const pass_at = cute::min(take_at + ahead / 2, slices - 1);
       for (uint32_t slice = 0; slice < slices; ++slice) {
         Slice const from = slice_(tile, slice);
-        bool const receives = kGathers && from.distance;
+        bool const receives = kGathers && (from.distance || spans_());
         CUtensorMap const& map_a = receives ? params_.received[clock.buffer()] : params_.a;
         uint32_t const of_shard = kFromHolders ? rank_at_(from.distance) : of_tile;
-        bool const of_all = kFromHolders || (kReduces && !kOneShot && !by_columns_());  // this rank has A of all shards
-        uint32_t const matrix_a = receives ? from.distance - 1 : of_all ? of_shard : 0;
+        // This rank has A of all shards.
+        bool const of_all = kFromHolders || (kReduces && !kOneShot && !by_columns_() && !spans_());
+        uint32_t const matrix_a = receives ? received_(from.distance) : of_all ? of_shard : 0;
         uint32_t const matrix_b = kToOwners || kFromHolders || by_columns_() ? of_shard : 0;
-        bool const known = slice < first_slice + kPolledSlices && arrived >> (slice - first_slice) * kPiecesDown & 1;
+        bool const known = slice < first_slice + 32 && arrived >> (slice - first_slice) & 1;
         if (receives && inside && !known) {
           first_slice = slice;
           arrived = wait_for_slices_(clock, tile, slice);
@@ -521,17 +545,24 @@ class Kernel {
     }
   }
 
-  // Waits until a slice of a tile's rows has arrived. Returns which of the slices from there on have: the lowest of
-  // kPiecesDown bits for each.
+  // Waits until a slice of a tile's rows has arrived. Returns which of the slices from there on have: a bit for each.
+  // Lanes read the flags of all rows of pieces of a slice, then those of the next one, as far as there are lanes. Where
+  // tiles span shards, a tile waits for all rows of a shard.
   CUTE_DEVICE uint32_t wait_for_slices_(Clock clock, Tile const& tile, uint32_t slice) const {
-    uint32_t const row = tile.row * kPiecesDown + lane() % kPiecesDown;
-    Slice const wanted = slice_(tile, slice + lane() / kPiecesDown);
-    bool const exists = row < params_.pieces.rows && wanted.number < params_.slices;
-    uint32_t arrived = wait_for_flags_(
-        clock, exists, piece_slot_(wanted.distance, row, wanted.number), (1ull << kPiecesDown) - 1);
+    uint32_t const rows = params_.pieces.rows;
+    uint32_t first = tile.row * kPiecesDown, down = kPiecesDown;
+    if (spans_()) {
+      uint32_t const begin = tile.row * kTileM, end = cute::min(begin + kTileM, uint32_t(params_.m));
+      first = begin / params_.rank_rows * rows;
+      down = ((end - 1) / params_.rank_rows + 1) * rows - first;
+    }
+    uint32_t const row = first + lane() % down, ahead = lane() / down, polled = 32 / down;
+    Slice const wanted = slice_(tile, slice + ahead);
+    bool const exists = (row < rows || spans_()) && ahead < polled && wanted.number < params_.slices;
+    uint32_t const every = (1ull << down) - 1, number = piece_slot_(received_(wanted.distance), row, wanted.number);
+    uint32_t const arrived = wait_for_flags_(clock, exists, number, every);
     asm volatile("fence.proxy.async.global;" ::: "memory");
-    for (int i = 1; i < kPiecesDown; i *= 2) arrived &= arrived >> i;
-    return arrived;
+    return __ballot_sync(0xffffffff, lane() < polled && (arrived >> lane() * down & every) == every);
   }
 
   // Loads this block's share of a stage of an operand, and gives it to all blocks that need it. The share is one of
@@ -573,7 +604,7 @@ class Kernel {
     if (__any_sync(0xffffffff, mute_)) return;
     uint32_t& counter = spaces_.control(spaces_.rank).counter;
     LinkPacing const pacing{&spaces_.control(spaces_.rank).link_free, params_.picoseconds_per_kib};
-    uint32_t const count = params_.pieces.pieces(order_);
+    uint32_t const count = params_.pieces.pieces();
     Uses<2> uses;
     int64_t const row_bytes = int64_t(params_.k) * sizeof(Element), pitch = params_.shard_stride * sizeof(Element);
     uint32_t taken = lane() == 0 ? take_(counter) : 0;
@@ -588,10 +619,11 @@ class Kernel {
       uint32_t const peer = rank_at_(spaces_.ranks - piece.distance);
       int64_t const column = int64_t(piece.slice) * kPieceBytes;
       uint32_t const bytes = cute::min(int64_t(kPieceBytes), row_bytes - column);
-      int32_t const begin = piece.row * kPieceRows, end = cute::min(begin + kPieceRows, params_.m);
+      int32_t const begin = piece.row * kPieceRows, end = cute::min(begin + kPieceRows, params_.rank_rows);
       int64_t const first_row = kFromHolders ? int64_t(peer) * params_.m : 0;
       auto const* const from = reinterpret_cast<uint8_t const*>(params_.shard) + first_row * pitch + column;
-      uint64_t const to = spaces_.slot(peer, clock.buffer(), (piece.distance - 1) * params_.m * row_bytes + column);
+      uint32_t const shard = received_(piece.distance, spaces_.rank);
+      uint64_t const to = spaces_.slot(peer, clock.buffer(), shard * params_.rank_rows * row_bytes + column);
       auto const load = [&](int32_t row, uint32_t use) {
         int32_t const rows = cute::min(int32_t(kCopyRows), end - row);
         if (lane() == 0) Barrier::expect(storage_.arrived[use % 2], rows * bytes);
@@ -609,7 +641,7 @@ class Kernel {
           __syncwarp();
           load(row + kCopyRows, uses.count + 1);
         }
-        if (lane() == 0 && row == begin) pacing.wait((end - begin) * bytes);
+        if (lane() == 0 && row == begin && piece.distance) pacing.wait((end - begin) * bytes);
         Barrier::wait(storage_.arrived[uses.index()], uses.phase());
         __syncwarp();
         if (int32_t(lane()) < cute::min(int32_t(kCopyRows), end - row)) {
@@ -623,8 +655,7 @@ class Kernel {
       __syncwarp();
       if (lane() == 0) {
         release_to_system();
-        Workspaces::set(
-            spaces_.flag(peer, clock.buffer(), piece_slot_(piece.distance, piece.row, piece.slice)), clock.epoch());
+        Workspaces::set(spaces_.flag(peer, clock.buffer(), piece_slot_(shard, piece.row, piece.slice)), clock.epoch());
       }
     }
   }
@@ -732,15 +763,17 @@ class Kernel {
       uint32_t const slot = remote ? sum_slot_(spaces_.ranks - tile.distance, part) : 0;
       // Where a part that goes to several ranks lies at the one so far before this one.
       auto const slot_at = [&](uint32_t distance, int j) {
-        return kOneShot ? sum_slot_(distance, part + j) : result_slot_(distance, part + j);
+        return kAllReduces ? result_slot_(distance, part + j) : sum_slot_(distance, part + j);
       };
-      // A one-shot kernel stores the sum of each tile, and then the result.
+      // A one-shot kernel stores the sum of each tile, and then the result. So does one whose tiles span shards, if any
+      // rows of the result are its own.
+      int32_t const own_rows = scatters_() ? own_rows_(tile.row * kTileM, kTileM) : 0;
       for (int pass = 0; pass < 2; ++pass) {
-        bool const is_sum = pass == 0;
-        if (is_sum != (kReduces && remote) && !kOneShot) continue;
+        bool const is_sum = pass == 0, divides = scatters_() && is_sum;
+        if (scatters_() ? !is_sum && !own_rows : is_sum != (kReduces && remote) && !kOneShot) continue;
         int const subtiles = is_sum ? kSums : kResults;
         bool const spreads = kAllReduces ? !remote : kOneShot && is_sum;  // to several ranks
-        bool const leaves = sends && (remote || spreads);
+        bool const leaves = sends && (remote || spreads || divides);
         CUTE_NO_UNROLL
         for (int i = 0; i < subtiles; ++i) {
           CUTE_UNROLL
@@ -753,8 +786,12 @@ class Kernel {
               release();
               Barrier::wait(written, uses.phase());
             }
-            if (!remote && !(kOneShot && is_sum)) store_result_(from, tile, j, i);
-            if (leaves && i == 0 && j == 0) pacing.wait(tile_bytes_(tile, is_sum) * (remote ? 1 : peers));
+            if (!remote && !(kOneShot && is_sum) && !divides) store_result_(from, tile, j, i);
+            if (leaves && i == 0 && j == 0) {
+              uint32_t const kept = own_rows * kTileN * sizeof(Partial);
+              pacing.wait((tile_bytes_(tile, is_sum) - kept) * (remote || divides ? 1 : peers));
+            }
+            if (leaves && divides) store_at_owners_(tile, clock.buffer(), j, i, from);
             if (leaves && remote && size) store_at_(peer, clock.buffer(), slot + j, i, from, size);
             for (uint32_t distance = kNearest; leaves && spreads && size && distance <= peers; ++distance) {
               uint32_t const to = rank_at_(spaces_.ranks - distance);
@@ -775,7 +812,7 @@ class Kernel {
         release_to_system();
         for (int j = 0; j < kParts; ++j) {
           if (remote) Workspaces::set(spaces_.flag(peer, clock.buffer(), slot + j), clock.epoch());
-          for (uint32_t distance = kNearest; spreads && distance <= peers; ++distance) {
+          for (uint32_t distance = kNearest; (spreads || divides) && distance <= peers; ++distance) {
             uint32_t const to = rank_at_(spaces_.ranks - distance);
             Workspaces::set(spaces_.flag(to, clock.buffer(), slot_at(distance, j)), clock.epoch());
           }
@@ -790,15 +827,30 @@ class Kernel {
     wait_until_read<0>();  // the end of the kernel waits for the rest
   }
 
+  // Stores a subtile of a sum at the owners of its rows: those of each warp, which has 16, at one owner.
+  CUTE_DEVICE void store_at_owners_(Tile const& tile, uint32_t buffer, int part, int subtile, uint8_t* from) {
+    int32_t const first = tile.row * kTileM + (subtile / cute::max(kSumsOfRows, 1) * kParts + part) * kHeight;
+    int32_t const bytes = packs_of(subtile) * kWarpPack;
+    CUTE_NO_UNROLL
+    for (int32_t warp = 0; warp < kHeight / kWarpRows; ++warp) {
+      uint32_t const owner = (first + warp * kWarpRows) / params_.rank_rows;
+      if (owner >= spaces_.ranks || owner == spaces_.rank) continue;
+      uint32_t const distance = (spaces_.rank + spaces_.ranks - owner) % spaces_.ranks;
+      uint64_t const at = uint64_t(sum_slot_(distance, part_(tile, part))) * kPartBytes + subtile * kSubtile + warp * bytes;
+      SM90_BULK_COPY_S2G::copy(
+          from + warp * bytes, reinterpret_cast<void*>(spaces_.slot(owner, buffer, at)), bytes);
+    }
+  }
+
   // Bytes of a subtile that are stored at a peer: not those behind the last row, by 16 rows in a partial sum.
   CUTE_DEVICE int32_t bytes_(Tile const& tile, int part, int subtile, bool is_sum) const {
-    constexpr int of_rows = kSums % kDown ? 0 : kSums / kDown;  // subtiles of a sum that have the same rows, if any
+    constexpr int of_rows = kSumsOfRows;
     int32_t const whole = is_sum ? packs_of(subtile) * kPackBytes : kSubtile;
     int const down = is_sum ? (of_rows ? subtile / of_rows : 0) : subtile % kDown;
     int32_t const rows = params_.m - int32_t(tile.row * kTileM + (down * kParts + part) * kHeight);
     if (rows >= kHeight || (is_sum && !of_rows)) return whole;
     if (rows <= 0) return 0;
-    return is_sum ? whole / 4 * ((rows + 15) / 16) : rows * kLine;
+    return is_sum ? whole / 4 * ((rows + kWarpRows - 1) / kWarpRows) : rows * kLine;
   }
   // The same, of all parts of a tile.
   CUTE_DEVICE uint32_t tile_bytes_(Tile const& tile, bool is_sum) const {
@@ -820,9 +872,9 @@ class Kernel {
   // Stores a subtile to D.
   CUTE_DEVICE void store_result_(uint8_t* from, Tile const& tile, int part, int subtile) {
     int32_t const column = tile.column * kTileN + subtile_column(subtile);
-    int32_t const row = tile.row * kTileM + (subtile % kDown * kParts + part) * kHeight;
-    int32_t const matrix = kOneD ? 0 : rank_at_(tile.distance);
-    SM90_TMA_STORE_3D::copy(&params_.d, from, column, row, matrix);
+    // TMA stores no rows before the first one, or behind the last one.
+    int32_t const row = tile.row * kTileM + (subtile % kDown * kParts + part) * kHeight - first_own_row_();
+    SM90_TMA_STORE_3D::copy(&params_.d, from, column, row, kOneD ? 0 : matrix_(tile.distance));
   }
 
   // ---------------------------------------------------------------- the warps that multiply
@@ -911,14 +963,26 @@ class Kernel {
         CUTE_UNROLL
         for (int i = 0; i < size(sums); ++i) sums(i) = mute_ ? __int_as_float(0x7fffffff) : 0.0f;
       }
-      if (kReduces && tile.distance) {
-        write_sums_(sums, group, uses, thread);
-      } else {
-        if constexpr (kReduces) add_sums_(sums, ticket.clock, part_(tile, kPingpong ? 0 : group), thread);
-        if (!kToOwners || !tile.distance) add_terms_(sums, tile, kPingpong ? 0 : group, thread);
+      int const part = kPingpong ? 0 : group;
+      bool const leaves = kReduces && (tile.distance || spans_());
+      if (leaves) write_sums_(sums, group, uses, thread);
+      if (!leaves || (scatters_() && own_rows_(tile.row * kTileM, kTileM))) {
+        if (kReduces && (!scatters_() || owns_some_(tile, part, thread / 32))) {
+          add_sums_(sums, ticket.clock, part_(tile, part), thread);
+        }
+        if (!kToOwners || !tile.distance) add_terms_(sums, tile, part, thread);
         write_results_(sums, group, uses, thread);
       }
     }
+  }
+
+  // Whether this rank owns some of a warp's rows of a part.
+  CUTE_DEVICE bool owns_some_(Tile const& tile, int part, int warp) const {
+    bool found = false;
+    for (int down = 0; down < kDown; ++down) {
+      found |= own_rows_(tile.row * kTileM + (down * kParts + part) * kHeight + warp * kWarpRows, kWarpRows) > 0;
+    }
+    return found;
   }
 
   // Stores a stage of A to the tensor for all of A, if it is this tile's turn.
@@ -930,7 +994,7 @@ class Kernel {
             kFromHolders ? pieces.stage_of_sum(order_, shard_depth_, kSliceTiles, k) : Slice{tile.distance, k};
         SM90_TMA_STORE_3D::copy(
             &params_.gathered, storage_.a[stage], int32_t(from.number * kTileK), int32_t(tile.row * kTileM),
-            int32_t(rank_at_(from.distance)));
+            matrix_(from.distance));
       }
       commit();
     }
@@ -946,7 +1010,7 @@ class Kernel {
   CUTE_DEVICE void spoil_gathered_(Tile const& tile) const {
     Element const nan(__int_as_float(0x7fffffff));
     for (int32_t row = tile.row * kTileM; row < cute::min(int32_t(tile.row + 1) * kTileM, params_.m); ++row) {
-      int64_t const at = kFromHolders ? row : int64_t(rank_at_(tile.distance)) * params_.m + row;
+      int64_t const at = kFromHolders ? row : int64_t(matrix_(tile.distance)) * params_.m + row;
       int64_t const columns = int64_t(params_.k) * (kFromHolders ? spaces_.ranks : 1);
       for (int64_t k = 0; k < columns; ++k) params_.gathered_at[at * params_.gathered_stride + k] = nan;
     }
@@ -1096,7 +1160,7 @@ class Kernel {
   CUTE_DEVICE void add_terms_(Sums& sums, Tile const& tile, int part, int thread) const {
     Terms const& terms = params_.terms;
     if (!terms.bias && !terms.c) return;
-    int32_t const first_row = kOneD || by_columns_() ? 0 : rank_at_(tile.distance) * params_.m;
+    int32_t const first_row = kOneD || by_columns_() ? -first_own_row_() : matrix_(tile.distance) * params_.m;
     int64_t const shift = by_columns_() ? int64_t(rank_at_(tile.distance)) * params_.n : 0;  // of columns
     int32_t const first = tile.row * kTileM + part * kHeight + thread / 32 * 16 + thread % 32 / 4;
     int32_t const first_column = tile.column * kTileN + thread % 4 * 2;
@@ -1110,7 +1174,7 @@ class Kernel {
         int32_t const row = first + j / 2 * kParts * kHeight + j % 2 * 8;
         float& sum = at_(sums, j / 2, i / 2 * 8, j % 2 * 2 + i % 2);
         sum += bias;
-        if (terms.c && row < params_.m) {
+        if (terms.c && row < params_.m && (!scatters_() || own_rows_(row, 1))) {
           sum += terms.beta * float(terms.c[(first_row + row) * terms.c_stride + shift + column]);
         }
       }
@@ -1171,6 +1235,7 @@ DG_FACTS{
     DG_FIELD(received), DG_FIELD(gathered), DG_FIELD(order.lead), DG_FIELD(order.distances), DG_FIELD(pieces.group),
     DG_FIELD(workspaces.slots_of_buffer), DG_FIELD(workspaces.executable), DG_FIELD(workspaces.epochs_a_replay),
     DG_FIELD(terms.beta), DG_FIELD(terms.c_stride), DG_FIELD(shard), DG_FIELD(gathered_at), DG_FIELD(gathered_stride), DG_FIELD(k),
+    DG_FIELD(rank_rows),
     DG_FIELD(slices), DG_FIELD(picoseconds_per_kib), DG_FIELD(by_columns),
     DG_NUMBER("control.dead", offsetof(Control, dead)), DG_NUMBER("control.begun", offsetof(Control, begun)),
     DG_NUMBER("control", sizeof(Control))};

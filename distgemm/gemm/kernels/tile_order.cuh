@@ -74,7 +74,7 @@ struct TileOrder {
 
 // A piece of a rank's shard, for one receiver: a slice along k of some rows.
 struct Piece {
-  uint32_t distance, row, slice;  // the receiver is the rank so far before the sender
+  uint32_t distance, row, slice;  // the receiver is the rank so far before the sender, or the sender itself
 };
 
 // A slice along k of a tile's sum.
@@ -85,14 +85,16 @@ struct Slice {
 struct PieceOrder {
   uint32_t rows, slices;  // rows of pieces in a shard, and slices of each
   uint32_t group;         // rows of pieces whose slices are sent in turn
+  uint32_t receivers;     // the other ranks; and behind them this one, where tiles span shards
 
-  CUTE_HOST_DEVICE uint32_t pieces(TileOrder const& order) const { return (order.ranks - 1) * rows * slices; }
+  CUTE_HOST_DEVICE uint32_t pieces() const { return receivers * rows * slices; }
 
   CUTE_HOST_DEVICE Piece at(TileOrder const& order, uint32_t number) const {
-    uint32_t const others = order.ranks - 1, receiver = number % others, place = number / others;
+    uint32_t const receiver = number % receivers, place = number / receivers;
     uint32_t const first = place / (group * slices) * group, left = rows - first;
     uint32_t const size = group < left ? group : left, within = place - first * slices;
-    return {order.distances[receiver], first + within % size, within / size};
+    uint32_t const distance = receiver + 1 < order.ranks ? order.distances[receiver] : 0;
+    return {distance, first + within % size, within / size};
   }
 
   // Number `number` of the slices of a sum over the columns of all ranks: own ones, then others as they are sent.

@@ -11,14 +11,16 @@ import torch
 
 from distgemm.gemm.per_tile import params as structs
 from distgemm.gemm.per_tile.epochs import TICKET_BITS
-from distgemm.gemm.per_tile.kernel import BYTES, PIECE_BYTES, PIECE_ROWS, SUBTILE_ROWS, KernelTraits
+from distgemm.gemm.per_tile.kernel import BYTES, PIECE_BYTES, PIECE_ROWS, SUBTILE_ROWS, WARP_ROWS, KernelTraits
 from distgemm.gemm.per_tile.order import PieceOrder, TileOrder
 from distgemm.schedulers import Pattern
 
-__all__ = ["RATES", "RankGemm", "Space", "params_of"]
+__all__ = ["LANES", "RATES", "RankGemm", "Space", "may_span", "params_of"]
 
 SLOT_ALIGNMENT = 1024
 MAX_TICKETS = 1 << TICKET_BITS
+LANES = 32
+"""Of a warp, each of which reads a flag."""
 SMS = 132
 """SMs of a GPU that the order of tiles is made for."""
 RATES: dict[Pattern, float] = {
@@ -31,6 +33,17 @@ RATES: dict[Pattern, float] = {
 """GB/s at which a kernel's stores to peers leave: a little less than the NVLink of a Hopper GPU takes."""
 
 
+def may_span(traits: KernelTraits, ranks: int, rows: int) -> bool:
+    """Whether tiles of a kernel may span the shards of so many ranks, of so many rows each."""
+    height = traits.tile[0]
+    if traits.pattern not in {"ag+gemm", "gemm+rs"} or ranks == 1 or not 0 < rows < height:
+        return False
+    if traits.gathers:  # the flags of a slice are read by one warp
+        shards = min(ranks, -(-(height - 1) // rows) + 1)
+        return shards * -(-rows // PIECE_ROWS) <= LANES
+    return rows % WARP_ROWS == 0 and traits.sums_have_rows
+
+
 @dataclass(frozen=True)
 class RankGemm:
     """What each rank multiplies.
@@ -39,7 +52,8 @@ class RankGemm:
         traits: of the kernel.
         distances: of the other ranks' shards, in the order in which they are multiplied.
         m: rows of a shard. A shard has the rows of a rank; for "gemm+a2a" this rank's rows and the columns of a rank;
-            in a one-shot all-reduce all of D, as each rank owns all tiles.
+            in a one-shot all-reduce all of D, as each rank owns all tiles; and where tiles span shards, those of all
+            ranks.
         n: columns of D on a rank.
         k: columns of A on a rank.
         group: rows of clusters that are multiplied in turn; 0: so many that tiles at a time span as many rows as
@@ -47,9 +61,12 @@ class RankGemm:
         lead: units by which own tiles come earlier or later than others; None: so many that they seldom wait.
         by_columns: of "gemm+ar", whether a shard is n columns of D with all m rows of it. B then is read once, and not
             once for each shard of rows, so this is for few rows.
+        spans: whether tiles of "ag+gemm" or "gemm+rs" span shards: they have the rows of several ranks, and all of D is
+            one shard. B then is read once, so this is for few rows, too.
 
     Raises:
-        ValueError: for more tiles than there are tickets, and for shards of columns with another pattern.
+        ValueError: for more tiles than there are tickets, for shards of columns with another pattern, and for tiles
+            that cannot span shards.
     """
 
     traits: KernelTraits
@@ -60,10 +77,22 @@ class RankGemm:
     group: int = 0
     lead: int | None = None
     by_columns: bool = False
+    spans: bool = False
 
     def __post_init__(self) -> None:
         if self.by_columns and self.traits.pattern != "gemm+ar":
             raise ValueError(f'only shards of "gemm+ar" may be columns, got {self.traits.pattern!r}')
+        if self.spans and (self.m % self.ranks or not may_span(self.traits, self.ranks, self.rank_rows)):
+            raise ValueError(
+                f"tiles that span shards have equal shards of fewer rows than themselves, with at most {LANES} pieces "
+                f"in them, and a reduction's shards have multiples of {WARP_ROWS} rows; got {self.m} rows of "
+                f"{self.ranks} ranks for {self.traits.name}"
+            )
+
+    @property
+    def rank_rows(self) -> int:
+        """Of the rows of a shard, those of a rank."""
+        return self.m // self.ranks if self.spans else self.m
 
     @cached_property
     def order(self) -> TileOrder:
@@ -73,13 +102,15 @@ class RankGemm:
         blocks, columns = -(-self.m // height), -(-self.n // width)
         at_once = SMS // (traits.cluster[0] * traits.cluster[1])
         to_owners, from_holders = traits.pattern == "gemm+a2a", traits.pattern == "a2a+gemm"
-        one = to_owners or from_holders or self.by_columns or traits.one_shot
+        one = to_owners or from_holders or self.by_columns or traits.one_shot or self.spans
         shards = 1 if one else self.ranks  # whose rows are multiplied at a time
         group = self.group or max(1, min(blocks, round(math.sqrt(at_once * width / height) / shards)))
+        own_only = from_holders or (self.spans and traits.gathers)
         usual = blocks * columns if traits.gathers or to_owners else -(-2 * at_once // self.ranks)
-        lead = min(blocks * columns, usual if self.lead is None or from_holders else self.lead)
-        distances, lead = ((), 0) if traits.one_shot else (self.distances, lead)
-        order = TileOrder(distances, blocks, columns, group, lead, traits.gathers, from_holders)
+        lead = min(blocks * columns, usual if self.lead is None or own_only else self.lead)
+        alone = traits.one_shot or (self.spans and not traits.gathers)  # the order knows of no peers
+        distances, lead = ((), 0) if alone else (self.distances, lead)
+        order = TileOrder(distances, blocks, columns, group, lead, traits.gathers, own_only)
         if order.clusters + 1024 > MAX_TICKETS:
             raise ValueError(f"a kernel has at most {MAX_TICKETS} clusters of tiles, got {order.clusters}")
         return order
@@ -88,12 +119,12 @@ class RankGemm:
     def pieces(self) -> PieceOrder:
         """The order of pieces of a gather: rows whose tiles are multiplied at a time are sent in turn."""
         traits, order = self.traits, self.order
-        rows = -(-self.m // PIECE_ROWS)
+        rows = -(-self.rank_rows // PIECE_ROWS)
         slices = -(-self.k * BYTES[traits.dtype] // PIECE_BYTES)
         at_once = SMS // (traits.cluster[0] * traits.cluster[1]) // (max(order.shards - 1, 1) * order.columns)
         blocks = max(order.group, min(order.blocks, at_once))
         together = blocks * traits.cluster[0] * traits.tile[0] // PIECE_ROWS
-        return PieceOrder(self.distances, rows, slices, together)
+        return PieceOrder(self.distances, rows, slices, together, self.spans)
 
     @property
     def ranks(self) -> int:
@@ -115,24 +146,29 @@ class RankGemm:
             return self.ranks * self.parts
         return (self.ranks - 1) * self.parts * (2 if self.traits.pattern == "gemm+ar" else 1)
 
-    def slot_of(self, number: int) -> tuple[int, str]:
+    def slot_of(self, number: int, rank: int) -> tuple[int, str]:
         """What a flag guards.
 
         Args:
             number: of the flag in its buffer.
+            rank: in whose memory it is.
 
         Returns:
-            The distance of the rank that sets it, 0 for this one, and in words what comes from there.
+            The rank that sets it, and in words what comes from there.
         """
+        distance, what = self._slot_of(number, rank)
+        return (rank + distance) % self.ranks, what
+
+    def _slot_of(self, number: int, rank: int) -> tuple[int, str]:
         traits = self.traits
         if traits.gathers:
             rest, piece = divmod(number, self.pieces.slices)
-            distance, row = divmod(rest, self.pieces.rows)
+            shard, row = divmod(rest, self.pieces.rows)
             first = row * PIECE_ROWS
-            rows = f"rows {first} to {min(first + PIECE_ROWS, self.m) - 1}"
+            rows = f"rows {first} to {min(first + PIECE_ROWS, self.rank_rows) - 1}"
             if traits.pattern == "a2a+gemm":
-                return distance + 1, f"slice {piece} of its columns of A, for {rows} of this rank's rows"
-            return distance + 1, f"slice {piece} of k, for {rows} of its shard of A"
+                return shard + 1, f"slice {piece} of its columns of A, for {rows} of this rank's rows"
+            return shard - rank if self.spans else shard + 1, f"slice {piece} of k, for {rows} of its shard of A"
         rest, part = divmod(number, self.parts)
         row, column = divmod(part // traits.parts, self.order.columns * traits.cluster[1])
         if traits.one_shot:
@@ -140,6 +176,8 @@ class RankGemm:
         result, distance = divmod(rest, self.ranks - 1)
         if traits.pattern == "gemm+a2a":
             return distance + 1, f"the result of tile ({row}, {column}) of its rows of this rank's columns of D"
+        if self.spans:
+            return distance + 1, f"the partial sum of this rank's rows of tile ({row}, {column}) of D"
         what, whose = ("result", "its") if result else ("partial sum", "this rank's")
         return distance + 1, f"the {what} of tile ({row}, {column}) of {whose} shard of D"
 
@@ -147,7 +185,7 @@ class RankGemm:
     def slot_bytes(self) -> int:
         """Bytes of slots in each buffer of a workspace."""
         if self.traits.gathers:
-            return (self.ranks - 1) * self.m * self.k * BYTES[self.traits.dtype]
+            return len(self.pieces.receivers) * self.rank_rows * self.k * BYTES[self.traits.dtype]
         return self.flags * self.traits.part_bytes
 
 
@@ -210,7 +248,7 @@ def params_of(
         gemm: what is multiplied.
         space: the workspaces.
         a: this rank's A: (m, k) for an all-gather, "gemm+a2a", a one-shot all-reduce and shards of columns, else
-            (ranks * m, k).
+            (ranks * m, k). Where tiles span shards, m stands for the rows of a rank, here and below.
         b: (n, k), for "gemm+a2a" and shards of columns (ranks * n, k), for "a2a+gemm" (n, ranks * k).
         d: (ranks * m, n), for a reduce-scatter, "a2a+gemm" and a one-shot all-reduce (m, n), for shards of columns
             (m, ranks * n).
@@ -229,23 +267,24 @@ def params_of(
     """
     traits, ranks, m = gemm.traits, gemm.ranks, gemm.m
     to_owners, from_holders = traits.pattern == "gemm+a2a", traits.pattern == "a2a+gemm"
-    one_a = traits.pattern in {"ag+gemm", "gemm+a2a"} or gemm.by_columns or traits.one_shot
-    one_d = traits.pattern in {"gemm+rs", "a2a+gemm"} or traits.one_shot
+    one_a = traits.pattern in {"ag+gemm", "gemm+a2a"} or gemm.by_columns or traits.one_shot or gemm.spans
+    one_d = traits.pattern in {"gemm+rs", "a2a+gemm"} or traits.one_shot or gemm.spans
+    of_a, of_d = (gemm.rank_rows, m) if traits.gathers else (m, gemm.rank_rows)
     share_a, share_b = (extent // blocks for extent, blocks in traits.shares)
     params = structs.Params.new()
-    _describe(params.a, "A", a, traits.dtype, m, 1 if one_a else ranks, share_a, traits.a_major == "k")
+    _describe(params.a, "A", a, traits.dtype, of_a, 1 if one_a else ranks, share_a, traits.a_major == "k")
     of_b = (gemm.k, ranks) if from_holders else (gemm.n, ranks if to_owners or gemm.by_columns else 1)
     _describe(params.b, "B", b, traits.dtype, *of_b, share_b, traits.b_major == "k", from_holders)
-    of_d = (gemm.n if gemm.by_columns else m, 1 if one_d else ranks, SUBTILE_ROWS, True, gemm.by_columns)
-    _describe(params.d, "D", d, traits.out_dtype, *of_d)
+    in_d = (gemm.n if gemm.by_columns else of_d, 1 if one_d else ranks, SUBTILE_ROWS, True, gemm.by_columns)
+    _describe(params.d, "D", d, traits.out_dtype, *in_d)
     if traits.gathers:
         for buffer, descriptor in enumerate(params.received):
             slots = space.bases[space.rank] + space.slots_at + buffer * space.slots_of_buffer
-            extents = (gemm.k, m, max(ranks - 1, 1))
+            extents = (gemm.k, m, 1 if gemm.spans else max(ranks - 1, 1))
             structs.describe(descriptor, "the received A", slots, traits.dtype, extents, gemm.k, m * gemm.k, share_a)
         params.pieces = structs.Pieces.of(gemm.pieces)
     if gathered is not None:
-        of_gathered = (gemm.k if from_holders else m, ranks, traits.tile[0], True, from_holders)
+        of_gathered = (gemm.k if from_holders else m, 1 if gemm.spans else ranks, traits.tile[0], True, from_holders)
         _describe(params.gathered, "the gathered A", gathered, traits.dtype, *of_gathered)
         params.gathered_at, params.gathered_stride = gathered.data_ptr(), pitch_of(gathered)
     params.order = structs.Order.of(gemm.order)
@@ -267,7 +306,7 @@ def params_of(
         terms.c, terms.c_stride = c.data_ptr(), c.stride(0)
     params.shard, params.shard_stride = a.data_ptr(), pitch_of(a)
     params.m, params.n, params.k, params.slices = gemm.m, gemm.n, gemm.k, gemm.pieces.slices
-    params.by_columns = gemm.by_columns
+    params.rank_rows, params.by_columns = gemm.rank_rows, gemm.by_columns
     params.picoseconds_per_kib = round(1024 * 1000 / gb_per_s) if gb_per_s else 0
     return params
 

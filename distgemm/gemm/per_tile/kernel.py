@@ -15,7 +15,7 @@ from distgemm.gemm.per_tile.params import LINE, Params
 from distgemm.gemm.spec import GemmConfig
 from distgemm.schedulers import Pattern
 
-__all__ = ["BYTES", "GATHERING", "PIECE_BYTES", "PIECE_ROWS", "SUBTILE_ROWS", "KernelTraits", "Launch"]
+__all__ = ["BYTES", "GATHERING", "PIECE_BYTES", "PIECE_ROWS", "SUBTILE_ROWS", "WARP_ROWS", "KernelTraits", "Launch"]
 
 PATTERN_NUMBERS: dict[Pattern, int] = {"ag+gemm": 1, "gemm+rs": 2, "gemm+ar": 3, "gemm+a2a": 4, "a2a+gemm": 5}
 CUTLASS_TYPES = {"bfloat16": "cutlass::bfloat16_t", "float16": "cutlass::half_t", "float32": "float"}
@@ -30,6 +30,8 @@ RESERVED_BYTES = 2 << 10
 GROUPS = 2
 """Warp groups that multiply."""
 SUBTILE_ROWS = 64
+WARP_ROWS = 16
+"""Of these, rows of a warp."""
 SUBTILE_BYTES = SUBTILE_ROWS * LINE
 """Bytes of what warps pass to each other at a time."""
 PIECE_BYTES = 512
@@ -164,6 +166,13 @@ class KernelTraits:
     def parts(self) -> int:
         """Parts of a tile: one for each warp group that multiplies it."""
         return 1 if self.pingpong else GROUPS
+
+    @property
+    def sums_have_rows(self) -> bool:
+        """Whether each warp has 16 rows of each subtile of a partial sum, and not of two times 64 rows."""
+        rows, columns = self.tile[0] // self.parts, self.tile[1]
+        down = rows // SUBTILE_ROWS
+        return -(-rows * columns * BYTES[self.partial_dtype] // SUBTILE_BYTES) % down == 0
 
     @property
     def part_bytes(self) -> int:

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from distgemm.gemm.per_tile.bind import RATES, RankGemm
-from distgemm.gemm.per_tile.kernel import BYTES, PIECE_BYTES, PIECE_ROWS, SUBTILE_BYTES
+from distgemm.gemm.per_tile.kernel import BYTES, PIECE_BYTES, PIECE_ROWS, SUBTILE_BYTES, WARP_ROWS
 from distgemm.gemm.per_tile.order import TileCluster
 from distgemm.simulator.machine import MAX_FIGURE, Machine
 
@@ -54,8 +54,6 @@ TILES: Mapping[tuple[int, int], TileCosts] = MappingProxyType(
 """Fitted, but for these. 64x256: of the first kernels (``per_tile_2xh100.json``). Not measured in per-tile kernels:
 64x64 is a guess; 128x224 lies between its neighbours; 128x160 and tiles of 256 rows are to 128x192 and 128x256 as
 CUTLASS's kernels with these tiles on an H200 (:data:`distgemm.gemm.tiles.TILES`)."""
-ROWS_AT_A_TIME = 16
-"""Rows of a warp in a partial sum."""
 MEMORY_SHARE = 0.77
 """Of the machine's rate of memory, what operands reach that several waves of tiles read. Fitted."""
 
@@ -131,8 +129,10 @@ def predict_per_tile(gemm: RankGemm, costs: Costs, *, arrived: bool = False) -> 
     at_once = replace(costs, stored=0.0, flag=0.0, take=0.0, send_gb_per_s=MAX_FIGURE, store_gb_per_s=MAX_FIGURE)
     gathers = gemm.traits.gathers
     moved = 0 if gathers and arrived else gemm.slot_bytes
-    if gemm.traits.one_shot:
-        moved -= gemm.slot_bytes // gemm.ranks  # its own sums do not leave
+    if gemm.traits.one_shot or (gemm.spans and moved):
+        moved -= gemm.slot_bytes // gemm.ranks  # its own sums, or its own shard, do not leave
+    if gemm.spans and not gathers:
+        moved = gemm.slot_bytes // gemm.ranks  # each peer gets its rows
     rate = costs.send_gb_per_s if gathers else costs.store_gb_per_s
     link = costs.start + moved * _stored_share(gemm) / (1e3 * rate)
     return TileTimes(_Replay(gemm, costs, arrived).run(), _Replay(gemm, at_once, arrived).run(), link)
@@ -143,10 +143,10 @@ def _stored_share(gemm: RankGemm) -> float:
 
     It is 1 if shards are rows: when these kernels were measured, they stored whole tiles.
     """
-    if not (gemm.traits.one_shot or gemm.by_columns):
+    if gemm.traits.gathers or not (gemm.traits.one_shot or gemm.by_columns or gemm.spans):
         return 1.0
     rows = gemm.order.blocks * gemm.traits.cluster[0] * gemm.traits.tile[0]
-    return min(1.0, -(-gemm.m // ROWS_AT_A_TIME) * ROWS_AT_A_TIME / rows)
+    return min(1.0, -(-gemm.m // WARP_ROWS) * WARP_ROWS / rows)
 
 
 class _Replay:
@@ -164,7 +164,7 @@ class _Replay:
         sm = rate.peak * self.tile.peak * 1e6 / costs.machine.sms
         self.k = gemm.k * (gemm.ranks if traits.pattern == "a2a+gemm" else 1)  # of a tile's sum
         self.multiply_us = max(2.0 * traits.tile[0] * traits.tile[1] * self.k / sm, costs.ticket)
-        flop = 2.0 * (1 if traits.one_shot else gemm.ranks) * gemm.m * gemm.n * gemm.k
+        flop = 2.0 * (1 if traits.one_shot or gemm.spans else gemm.ranks) * gemm.m * gemm.n * gemm.k
         self.least_us = costs.start + flop / (rate.power * self.tile.power * 1e6)
         self.subtiles = traits.part_bytes // SUBTILE_BYTES
         stored = size * traits.parts * traits.part_bytes * _stored_share(gemm)
@@ -178,6 +178,7 @@ class _Replay:
         gathers, spreads, pingpong = traits.gathers, traits.pattern == "gemm+ar", traits.pingpong
         to_owners = traits.pattern == "gemm+a2a"
         write = self.subtiles * costs.write_subtile
+        high = traits.tile[0] * traits.cluster[0]
         add = (self.gemm.ranks if traits.one_shot else self.peers) * self.subtiles * costs.sum_subtile
         operands = self._operands() if gathers and not self.arrived else {}
         link = end = costs.start  # when the link is free, and when all is done
@@ -188,7 +189,7 @@ class _Replay:
         numbers, storers = [0] * self.clusters, [costs.start] * self.clusters
         sums: dict[tuple[int, int], float] = {}  # when the last sum of an own tile arrives
 
-        def store(cluster: int, ready: float, copies: int) -> tuple[float, float]:
+        def store(cluster: int, ready: float, copies: float) -> tuple[float, float]:
             """When a tile has left, and when its warp group has written all of it."""
             nonlocal link
             us = copies * self.store_us
@@ -205,6 +206,12 @@ class _Replay:
             free = multiplied + self.tile.overhead
             if gathers or (to_owners and not tile.distance):
                 free += write
+            elif self.gemm.spans:  # the first rank has the first rows
+                left, written = store(cluster, multiplied if pingpong else free, self.peers / self.gemm.ranks)
+                arrives = 0.0 if self.arrived else left + latency
+                free = max(free + write, written)
+                if tile.block * high < self.gemm.rank_rows:
+                    free = max(free, arrives) + add + write
             elif tile.distance:
                 place = tile.block, tile.column
                 left, written = store(cluster, multiplied if pingpong else free, 1)
@@ -243,6 +250,10 @@ class _Replay:
             arrives = self.costs.start + min(pieces.pieces, (number // batch + 1) * batch) * us + self.latency
             rest = (pieces.slices - piece.slice) / pieces.slices * self.multiply_us
             block = piece.distance, piece.row // high
+            if self.gemm.spans:  # all shards arrive at the same time
+                for number in range(self.gemm.order.blocks):
+                    found[0, number] = max(found.get((0, number), 0.0), arrives + rest)
+                continue
             if traits.pattern == "a2a+gemm":  # a tile adds the slices of all ranks in turn, behind its own
                 block, rest = (0, block[1]), rest * self.peers / self.gemm.ranks
             found[block] = max(found.get(block, 0.0), arrives + rest)

@@ -51,7 +51,7 @@ class Piece(NamedTuple):
     """A piece of a rank's own shard, for one receiver.
 
     Attributes:
-        distance: the receiver is the rank so far before the sender.
+        distance: the receiver is the rank so far before the sender; 0: the sender itself.
         row: the row of pieces in the shard.
         slice: the slice along k.
     """
@@ -165,28 +165,35 @@ class PieceOrder:
     """The order in which a rank sends the pieces of its shard: that in which all receivers need them.
 
     Attributes:
-        distances: of the receivers, as a :class:`TileOrder` has them.
+        distances: of the other ranks, as a :class:`TileOrder` has them.
         rows: rows of pieces in a shard.
         slices: slices along k of each row.
         group: rows whose slices are sent in turn.
+        to_itself: whether a rank is a receiver of its own shard, behind the others: where tiles span shards.
     """
 
     distances: tuple[int, ...]
     rows: int
     slices: int
     group: int
+    to_itself: bool = False
+
+    @property
+    def receivers(self) -> tuple[int, ...]:
+        """Distances of the receivers."""
+        return (*self.distances, 0) if self.to_itself else self.distances
 
     @property
     def pieces(self) -> int:
         """Number of pieces."""
-        return len(self.distances) * self.rows * self.slices
+        return len(self.receivers) * self.rows * self.slices
 
     def at(self, number: int) -> Piece:
         """A piece, from 0. tile_order.cuh computes the same."""
-        place, receiver = divmod(number, len(self.distances))
+        place, receiver = divmod(number, len(self.receivers))
         first = place // (self.group * self.slices) * self.group
         slice_, row = divmod(place - first * self.slices, min(self.group, self.rows - first))
-        return Piece(self.distances[receiver], first + row, slice_)
+        return Piece(self.receivers[receiver], first + row, slice_)
 
     def slice_of_sum(self, number: int) -> Slice:
         """A slice, from 0, of a sum over the columns of all ranks: own ones, then others as they are sent.

@@ -56,12 +56,12 @@ class Order(ctypes.Structure):
 class Pieces(ctypes.Structure):
     """struct PieceOrder."""
 
-    _fields_ = (("rows", ctypes.c_uint32), ("slices", ctypes.c_uint32), ("group", ctypes.c_uint32))
+    _fields_ = (*_fields(ctypes.c_uint32, "rows", "slices", "group", "receivers"),)
 
     @classmethod
     def of(cls, order: PieceOrder) -> Pieces:
         """The struct of an order."""
-        return cls(order.rows, order.slices, order.group)
+        return cls(order.rows, order.slices, order.group, len(order.receivers))
 
 
 class Death(enum.IntEnum):
@@ -122,9 +122,9 @@ class Params(ctypes.Structure):
         ("terms", Terms),
         *_fields(ctypes.c_uint64, "shard", "gathered_at"),
         *_fields(ctypes.c_int64, "shard_stride", "gathered_stride"),
-        *_fields(ctypes.c_int32, "m", "n", "k"),
+        *_fields(ctypes.c_int32, "m", "n", "k", "rank_rows"),
         *_fields(ctypes.c_uint32, "slices", "picoseconds_per_kib", "by_columns"),
-        ("padding", ctypes.c_uint32 * 18),
+        ("padding", ctypes.c_uint32 * 17),
     )
 
     @classmethod

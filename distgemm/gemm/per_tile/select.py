@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Literal
 
-from distgemm.gemm.per_tile.bind import SMS, RankGemm
+from distgemm.gemm.per_tile.bind import SMS, RankGemm, may_span
 from distgemm.gemm.per_tile.kernel import BYTES, GATHERING, KernelTraits
 from distgemm.gemm.per_tile.order import distances_of
 from distgemm.gemm.spec import GemmConfig
@@ -14,7 +14,7 @@ from distgemm.plan.plan import Plan, PlanError
 from distgemm.plan.problem import DTYPE_BYTES
 from distgemm.schedulers import Pattern
 
-__all__ = ["CONFIGS", "ROW_BYTES", "configs_of", "gemm_of", "select_config", "traits_of"]
+__all__ = ["CONFIGS", "FEW_ROWS", "ROW_BYTES", "configs_of", "gemm_of", "select_config", "traits_of"]
 
 LARGE, SMALL = "128x256x64_2x1_cooperative", "128x128x64_2x1_pingpong"
 REDUCING = (LARGE, SMALL, "64x128x64_2x1_pingpong", "64x128x64_1x2_pingpong")
@@ -37,6 +37,8 @@ CONFIGS: dict[Pattern, tuple[str, ...]] = {
 """Those that are worth a try, from large products to small ones. The last one is for shards of 64 rows."""
 ONE_SHOT = {"64x64x64_1x2_pingpong": 0.5, "64x128x64_1x2_pingpong": 0.7}
 """Those of one-shot all-reduces, which are for few rows, and their speeds, which are guessed."""
+FEW_ROWS = {"128x128x64_1x2_cooperative": 0.85, **ONE_SHOT}
+"""Those of few rows whose tiles span shards, and their speeds."""
 SHORT_M = 64
 """Rows of a shard, up to which a reduction has tiles of 64 rows, and clusters of one row of them."""
 SHORT_K = 2048
@@ -59,7 +61,8 @@ def select_config(pattern: Pattern, shards: int, m: int, n: int, k: int) -> str:
 
     Args:
         pattern: the pattern.
-        shards: number of shards that a rank multiplies; 1 for a one-shot all-reduce.
+        shards: number of shards that a rank multiplies; 1 for a one-shot all-reduce. If tiles may span shards, all are
+            counted here.
         m: rows of a shard.
         n: columns of D on a rank.
         k: columns of A on a rank.
@@ -67,6 +70,8 @@ def select_config(pattern: Pattern, shards: int, m: int, n: int, k: int) -> str:
     speeds = {config: speed for config, speed in SPEEDS.items() if config in CONFIGS[pattern]}
     if pattern == "gemm+ar" and shards == 1:
         speeds = ONE_SHOT
+    elif spanning := _spanning(pattern, shards, m):
+        speeds |= {LARGE: SPEEDS[LARGE], SMALL: SPEEDS[SMALL]} | {config: FEW_ROWS[config] for config in spanning}
     elif pattern in {"gemm+rs", "gemm+ar"}:
         if m <= SHORT_M:
             return REDUCING[-1]
@@ -75,7 +80,8 @@ def select_config(pattern: Pattern, shards: int, m: int, n: int, k: int) -> str:
     def cost(config: str) -> float:
         found = GemmConfig.parse(config)
         (rows, columns, _), (down, across) = found.tile, found.cluster
-        clusters = shards * -(-m // (rows * down)) * -(-n // (columns * across))
+        many, high = (1, shards * m) if may_span(traits_of(config, pattern), shards, m) else (shards, m)
+        clusters = many * -(-high // (rows * down)) * -(-n // (columns * across))
         waves = -(-clusters // (SMS // (down * across)))
         return waves * rows * columns / speeds[config]
 
@@ -84,10 +90,23 @@ def select_config(pattern: Pattern, shards: int, m: int, n: int, k: int) -> str:
 
 def configs_of(plan: Plan) -> tuple[str, ...]:
     """The configurations that are worth a try for a plan. If no kernel executes it, the first one stands for all."""
-    pattern = _pattern_of(plan) if plan.world_size > 1 else None
+    ranks = plan.world_size
+    pattern = _pattern_of(plan) if ranks > 1 else None
     if pattern is None:
         return (LARGE,)
-    return tuple(ONE_SHOT) if _is_one_shot(plan) else CONFIGS[pattern]
+    if _is_one_shot(plan):
+        return tuple(ONE_SHOT)
+    m = plan.problem.m // (1 if pattern == "gemm+ar" and _is_by_columns(plan) else ranks)
+    # The last one equals the one before, unless half of that one's clusters would be padding.
+    found = CONFIGS[pattern] if m <= SHORT_M else CONFIGS[pattern][:-1]
+    return tuple(dict.fromkeys((*found, *_spanning(pattern, ranks, m))))
+
+
+def _spanning(pattern: Pattern, ranks: int, m: int) -> tuple[str, ...]:
+    """Configurations of few rows whose tiles span the shards of a pattern."""
+    if pattern not in {"ag+gemm", "gemm+rs"}:
+        return ()
+    return tuple(config for config in FEW_ROWS if may_span(traits_of(config, pattern), ranks, m))
 
 
 def traits_of(
@@ -188,8 +207,9 @@ def gemm_of(plan: Plan, config: str | None = None, *, turned_b: bool = False) ->
         traits = traits_of(config, pattern, problem.dtype, out_dtype, partial_dtype, turned_b, one_shot)
     except ValueError as error:
         raise ValueError(f"{plan.schedule} is not executed per tile: {error}") from error
-    gemm = RankGemm(traits, distances, m, n, k, by_columns=by_columns)
-    assert gemm.order.ranks == (1 if one_shot else ranks)  # it is made, and checked
+    spans = may_span(traits, ranks, m)
+    gemm = RankGemm(traits, distances, m * ranks if spans else m, n, k, by_columns=by_columns, spans=spans)
+    assert gemm.order.clusters  # it is made, and checked
     return gemm
 
 

@@ -7,9 +7,11 @@ give them. It goes through all ranks, and shows:
 * A rank multiplies each tile of each shard once.
 * Each slot is written once, by one peer, and read: a sum by one tile, a result by its takers, a piece by all tiles
   of its row. So each wait has one flag that ends it.
-* Sums that a tile adds are made with lower tickets than its own; in a one-shot all-reduce with the same, and are sent
-  before the tile waits. Pieces of a gather are sent by warps that wait for no
-  tile. Takers of an all-reduce hold no tile back.
+* Sums that a tile adds are made with lower tickets than its own; in a one-shot all-reduce, and where tiles span shards,
+  with the same, and are sent before the tile waits. Pieces of a gather are sent by warps that wait for no tile. Takers
+  of an all-reduce hold no tile back.
+* Where tiles span shards, each row of a tile has one owner: all rows of a warp the same one in a reduction, and a row
+  of A lies in one of the pieces that the tile waits for.
 
 A cluster works on its tickets in order, and clusters take tickets in order. So of all tiles that are not finished, on
 all ranks, the one with the lowest ticket waits for nothing, however few clusters run. All ranks have the same order,
@@ -26,8 +28,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distgemm.gemm.per_tile.bind import RankGemm
-from distgemm.gemm.per_tile.kernel import BYTES, PIECE_BYTES, PIECE_ROWS
+from distgemm.gemm.per_tile.bind import LANES, RankGemm
+from distgemm.gemm.per_tile.kernel import BYTES, PIECE_BYTES, PIECE_ROWS, WARP_ROWS
 from distgemm.plan.schema import PlanError
 
 __all__ = ["Proof", "prove"]
@@ -64,8 +66,8 @@ def prove(gemm: RankGemm) -> Proof:
         return _prove_gather(gemm, tiles)
     if gemm.traits.pattern == "gemm+a2a":
         return _prove_to_owners(gemm, tiles)
-    if gemm.traits.one_shot:
-        return _prove_one_shot(gemm, tiles)
+    if gemm.traits.one_shot or gemm.spans:
+        return _prove_at_once(gemm, tiles)
     return _prove_reduction(gemm, tiles)
 
 
@@ -103,14 +105,18 @@ class _Tiles:
 def _prove_gather(gemm: RankGemm, tiles: _Tiles) -> Proof:
     pieces, ranks = gemm.pieces, gemm.ranks
     size = BYTES[gemm.traits.dtype]
-    if pieces.rows * PIECE_ROWS < gemm.m or pieces.slices * PIECE_BYTES < gemm.k * size:
-        raise PlanError(f"{pieces.rows}x{pieces.slices} pieces do not cover a shard of {gemm.m}x{gemm.k}")
+    if pieces.rows * PIECE_ROWS < gemm.rank_rows or pieces.slices * PIECE_BYTES < gemm.k * size:
+        raise PlanError(f"{pieces.rows}x{pieces.slices} pieces do not cover a shard of {gemm.rank_rows}x{gemm.k}")
     sent = np.array([pieces.at(number) for number in range(pieces.pieces)], dtype=np.int64).reshape(-1, 3)
     distance, row, piece = sent.T
-    shape = (ranks, ranks - 1, pieces.rows, pieces.slices)
+    shape = (ranks, len(pieces.receivers), pieces.rows, pieces.slices)
     senders = np.arange(ranks)[:, None]
-    slots = _index(((senders - distance) % ranks, distance - 1, row, piece), shape, "a slot")
+    shard = senders if gemm.spans else distance - 1
+    slots = _index(((senders - distance) % ranks, shard, row, piece), shape, "a slot")
     _once("at (rank, peer - 1, row, slice), peers write", slots, shape)
+    if gemm.spans:
+        waits = _spanned_waits(gemm, tiles) * pieces.slices
+        return Proof(ranks * len(tiles.ticket), slots.size, ranks * waits)
     # A tile waits for the pieces of its rows: of all slices of its shard, or of all ranks. Rows that do not exist have
     # none.
     slices, added = 1, np.zeros((1, 2), dtype=np.int64)
@@ -126,6 +132,32 @@ def _prove_gather(gemm: RankGemm, tiles: _Tiles) -> Proof:
     if (found != tiles.columns).any():
         raise PlanError(f"pieces are read by all {tiles.columns} tiles of their row, got {found.min()}")
     return Proof(ranks * len(tiles.ticket), slots.size, ranks * int(found.sum()) * pieces.slices // slices)
+
+
+def _spanned_waits(gemm: RankGemm, tiles: _Tiles) -> int:
+    """The rows of pieces for which all tiles of a rank wait, if tiles span shards. They have all rows of the tiles."""
+    of_shard, height = gemm.pieces.rows, gemm.traits.tile[0]
+    row = np.arange(gemm.m)
+    shard, within = np.divmod(row, gemm.rank_rows)
+    piece = shard * of_shard + within // PIECE_ROWS  # of each row of A
+    count = 0
+    for number in range(tiles.rows):
+        rows = slice(number * height, min(number * height + height, gemm.m))
+        if rows.start >= gemm.m:
+            continue  # nobody waits for rows that do not exist
+        # As in wait_for_slices_ of per_tile.cu.
+        first = rows.start // gemm.rank_rows * of_shard
+        end = ((rows.stop - 1) // gemm.rank_rows + 1) * of_shard
+        if end - first > LANES:
+            raise PlanError(
+                f"a warp reads at most {LANES} flags of a slice, got {end - first} in row {number} of tiles"
+            )
+        if not np.isin(piece[rows], np.arange(first, end)).all():
+            raise PlanError(
+                f"tiles of row {number} wait for rows {first} to {end - 1} of pieces, which lack some of A's"
+            )
+        count += (end - first) * tiles.columns
+    return count
 
 
 def _prove_reduction(gemm: RankGemm, tiles: _Tiles) -> Proof:
@@ -161,19 +193,33 @@ def _prove_reduction(gemm: RankGemm, tiles: _Tiles) -> Proof:
     return Proof(proof.tiles, 2 * count, 2 * count)
 
 
-def _prove_one_shot(gemm: RankGemm, tiles: _Tiles) -> Proof:
-    """Each rank stores the sum of each tile at all ranks, itself included, before it waits for those of all ranks.
+def _prove_at_once(gemm: RankGemm, tiles: _Tiles) -> Proof:
+    """Each rank stores the sum of each tile at all ranks, or each owner's rows, before it waits for those of peers.
 
     So a tile waits for the sums of the same ticket. With the lowest ticket that is not finished on all ranks, they are
-    under way: nobody waits before it has sent them.
+    under way: nobody waits before it has sent them. A one-shot all-reduce also stores them at its own rank.
     """
-    ranks = gemm.ranks
-    shape = (ranks, ranks, tiles.rows, tiles.columns)
-    sender, distance = np.arange(ranks)[:, None, None], np.arange(ranks)[:, None]
-    slots = _index(((sender - distance) % ranks, distance, tiles.row, tiles.column), shape, "a sum")
+    ranks, nearest = gemm.ranks, 1 if gemm.spans else 0
+    shape = (ranks, ranks - nearest, tiles.rows, tiles.columns)
+    sender, distance = np.arange(ranks)[:, None, None], np.arange(nearest, ranks)[:, None]
+    slots = _index(((sender - distance) % ranks, distance - nearest, tiles.row, tiles.column), shape, "a sum")
     _once("at (rank, distance, row, column), ranks store sums", slots, shape)
-    count = slots.size * gemm.traits.parts
-    return Proof(ranks * len(tiles.ticket), count, count)
+    count = waits = slots.size * gemm.traits.parts
+    if gemm.spans:
+        waits = (ranks - 1) * _spanned_sums(gemm, tiles)
+    return Proof(ranks * len(tiles.ticket), count, waits)
+
+
+def _spanned_sums(gemm: RankGemm, tiles: _Tiles) -> int:
+    """The warps of all ranks that add sums, in all tiles, if tiles span shards: one owner of each 16 rows."""
+    first = np.arange(0, tiles.rows * gemm.traits.tile[0], WARP_ROWS)
+    first = first[first < gemm.m]
+    owner = first // gemm.rank_rows
+    if (owner != np.minimum(first + WARP_ROWS - 1, gemm.m - 1) // gemm.rank_rows).any():
+        raise PlanError(f"the {WARP_ROWS} rows of a warp have one owner, got shards of {gemm.rank_rows} rows")
+    if (np.bincount(owner, minlength=gemm.ranks) * WARP_ROWS != gemm.rank_rows).any():
+        raise PlanError(f"each of {gemm.ranks} ranks owns {gemm.rank_rows} rows, got {gemm.m} rows in all")
+    return len(first) * tiles.columns
 
 
 def _prove_to_owners(gemm: RankGemm, tiles: _Tiles) -> Proof:

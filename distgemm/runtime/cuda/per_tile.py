@@ -127,15 +127,15 @@ class PerTileExecutable(GpuExecutable):
 
     def awaited(self, values: EpochValues) -> tuple[str, list[int]]:
         """What a replay waits for, in words, and the ranks that it waits for."""
-        ranks, epoch = self.plan.world_size, values.begun[self.rank]
+        epoch = values.begun[self.rank]
         late = [rank for rank, begun in enumerate(values.begun) if before(begun, epoch)]
         missing = torch.nonzero(values.flags[: self.gemm.flags] != epoch).flatten().tolist()
         text = "all that it waits for has come, but its kernel has not ended"
         peers = set(late)
         if missing:
-            found = [self.gemm.slot_of(number) for number in missing]
-            found = [slot for slot in found if slot[0]] or found  # a rank's own sums are late only if peers' are
-            senders = [(self.rank + distance) % ranks for distance, _ in found]
+            found = [self.gemm.slot_of(number, self.rank) for number in missing]
+            found = [slot for slot in found if slot[0] != self.rank] or found  # its own are late only if peers' are
+            senders = [sender for sender, _ in found]
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             text = f"it waits for rank {senders[0]} at {found[0][1]}{more}"
             peers |= set(senders) - {self.rank}
