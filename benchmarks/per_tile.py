@@ -254,14 +254,15 @@ class _OneGpu(_Place):
     def launch(self, traits: KernelTraits, variant: Variant) -> tuple[Launch, torch.Tensor]:
         row, gemm = self.row, self.gemm(traits, variant)
         gathers = gemm.traits.gathers
-        layout = Space((), 0, gemm.flags, gemm.slot_bytes)
+        sizes = gemm.flags, gemm.slot_bytes, gemm.word_bytes
+        layout = Space((), 0, *sizes)
         memory = torch.zeros(TP, layout.size, dtype=torch.uint8, device="cuda")
         own = memory[0]
         own[:8].view(torch.int64).fill_(EPOCH << TICKET_BITS)
         own[Control.begun.offset : CONTROL_BYTES].view(torch.int64).fill_(EPOCH)
         own[layout.slots_at :].view(torch.bfloat16).normal_()  # with zeros, a GPU draws less power and runs faster
         own[layout.flags_at : layout.flags_at + 2 * gemm.flags * 8].view(torch.int64).fill_(EPOCH)
-        space = Space([x.data_ptr() for x in memory], 0, gemm.flags, gemm.slot_bytes)
+        space = Space([x.data_ptr() for x in memory], 0, *sizes)
         (rows_of_a, _), _, (rows_of_d, _) = row.shapes(self.ranks)
         shard, result = self.a[:rows_of_a], self.d[:rows_of_d]
         call = {"gb_per_s": 0.0 if gathers else RATES[row.pattern], **variant.call}

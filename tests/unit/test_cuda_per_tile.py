@@ -217,13 +217,38 @@ def one_shot_gemm(ranks: int = 3, m: int = 40) -> RankGemm:
     return RankGemm(traits, tuple(range(1, ranks)), m, 328, 640)
 
 
-def test_flags_of_a_one_shot_kernel() -> None:
-    """Each rank has slots for all ranks' sums of all tiles, its own ones first; and no results come."""
+def test_words_of_a_one_shot_kernel() -> None:
+    """Sums carry their epochs, so there are no flags and slots, and no results come."""
     gemm = one_shot_gemm()
-    wanted = [(distance, f"the partial sum of tile (0, {column}) of D") for distance in range(3) for column in range(4)]
-    assert [gemm.slot_of(number, 0) for number in range(gemm.flags)] == wanted
-    assert gemm.slot_bytes == 12 * 64 * 128 * 2 and not gemm.traits.takes
+    assert (gemm.flags, gemm.slot_bytes, gemm.traits.takes) == (0, 0, False)
+    assert gemm.word_bytes == 2 * 3 * 4 * 40 * 128 * 2  # ranks, tiles, rows and columns
     assert [(tile.distance, tile.column) for tile in gemm.order] == [(0, 0), (0, 1)]
+
+
+@pytest.mark.parametrize("m", [1, 8, 40, 64, 200])
+@pytest.mark.parametrize(("tile", "pingpong"), [((64, 64), True), ((64, 96), True), ((128, 128), False)])
+@pytest.mark.parametrize("partial_dtype", ["bfloat16", "float32"])
+def test_words_lie_apart(partial_dtype: str, tile: tuple[int, int], pingpong: bool, m: int) -> None:
+    """exchange_sums_ in per_tile.cu: where the words of all elements of D lie, 16 bytes at a time."""
+    traits = KernelTraits("gemm+ar", tile, (1, 2), pingpong, partial_dtype=partial_dtype, one_shot=True)
+    gemm = RankGemm(traits, (1, 2), m, 328, 64)
+    size = 4 if partial_dtype == "float32" else 2
+    pairs, groups = tile[1] * size // 32, -(-min(tile[0], m) // 8)
+    parts, down = traits.parts, tile[0] // traits.parts // 64
+    tiles = gemm.parts // parts
+    places = set()
+    for source, number, half, part, warp in itertools.product(
+        range(3), range(tiles), range(2 * down), range(parts), range(4)
+    ):
+        first = (half // 2 * parts + part) * 64 + warp * 16 + half % 2 * 8
+        row = number // (tiles // gemm.order.blocks) * tile[0] + first
+        for lane, pair in itertools.product(range(32), range(pairs)):
+            if row + lane // 4 < m:
+                of_rank = ((number * groups + first // 8) * pairs + pair) * 512 + lane * 16
+                places.add(source * tiles * groups * pairs * 512 + of_rank)
+    columns = tiles // gemm.order.blocks * tile[1]
+    assert len(places) * 16 == 2 * 3 * m * columns * size  # no two are the same
+    assert max(places) + 16 <= gemm.word_bytes
 
 
 @pytest.mark.parametrize("m", [1, 5, 64, 100])
@@ -336,16 +361,24 @@ def test_descriptors_and_slots_lie_within_the_memory(pattern: str) -> None:
 @pytest.mark.parametrize("cluster", [(1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("tile", [(128, 128), (128, 160), (128, 224), (256, 128)])
 @pytest.mark.parametrize(("a_major", "b_major"), [("k", "k"), ("m", "n")])
-def test_boxes_fill_a_stage(tile: tuple[int, int], cluster: tuple[int, int], a_major: Any, b_major: Any) -> None:
-    """The boxes that all blocks of a cluster load have the bytes that the barrier of a stage expects (load_)."""
+@pytest.mark.parametrize("m", [200, 40, 8])
+def test_boxes_fill_a_stage(
+    m: int, tile: tuple[int, int], cluster: tuple[int, int], a_major: Any, b_major: Any
+) -> None:
+    """The boxes that all blocks of a cluster load have the bytes that the barrier of a stage expects (load_).
+
+    Of A they have all rows of a tile, or of a shard that has fewer.
+    """
     traits = KernelTraits("gemm+rs", tile, cluster, a_major=a_major, b_major=b_major)
-    gemm = RankGemm(traits, (1, 2), 200, 328, 640)
+    gemm = RankGemm(traits, (1, 2), m, 328, 640)
     given = tensors_of(gemm)
     if a_major == "m":
         given |= {name: given[name].T.contiguous().T for name in "ab"}
     params = params_of(gemm, space_of(gemm, 0), **given)
     boxes, total = [Recorded.from_buffer_copy(x).box for x in (params.a, params.b)], 0
-    for box, columns, blocks in zip(boxes, (tile[0], traits.loaded_columns), reversed(cluster), strict=True):
+    rows = params.loaded_m
+    assert min(m, tile[0]) <= rows <= tile[0] and (a_major == "m" or rows < m + 8 * cluster[1])
+    for box, columns, blocks in zip(boxes, (rows, traits.loaded_columns), reversed(cluster), strict=True):
         copies = 1 if a_major == "k" else columns // box[0]
         assert box[0] == 64 and copies * box[0] * box[1] * blocks == columns * 64 and box[1] % 8 == 0
         total += copies * box[0] * box[1] * blocks * 2
@@ -725,15 +758,13 @@ def test_the_message_says_what_a_replay_waits_for(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("pretended", "_driver")
 def test_a_one_shot_replay_waits_for_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own sums are missing, too, for tiles that it has not begun."""
+    """There are no flags: a rank that has not begun the replay has not sent its sums."""
     monkeypatch.setitem(SCHEDULES, "gemm+ar", "all_reduce_1d_one_shot_a")
     exe = Pretended("gemm+ar", monkeypatch).exe
-    parts = exe.gemm.parts
-    text, ranks = exe.awaited(values_of(exe, 8, [3, 4, 2 * parts + 3, 2 * parts + 4], [8, 8, 8]))
-    assert ranks == [0] and text.startswith("it waits for rank 0 at the partial sum of tile (")
-    assert text.endswith("of D (and 1 more)")
-    text, ranks = exe.awaited(values_of(exe, 8, [3], [8, 8, 8]))
-    assert ranks == [] and text.startswith("it waits for rank 1 at")
+    text, ranks = exe.awaited(values_of(exe, 8, [], [7, 8, 8]))
+    assert ranks == [0] and text == "it waits for partial sums; ranks [0] have not begun this replay"
+    text, ranks = exe.awaited(values_of(exe, 8, [], [8, 8, 8]))
+    assert ranks == [0, 2] and text == "it waits for partial sums, or its kernel has not ended"
 
 
 def watched_of(workspace: EpochWorkspace) -> Any:

@@ -119,10 +119,8 @@ class Ranks:
         return total
 
     def slot(self, distance: int, tile: Tile, results: bool = False) -> int:
-        nearest = 0 if self.gemm.traits.one_shot else 1
-        return (
-            distance - nearest + results * (self.ranks - 1)
-        ) * self.gemm.parts // self.gemm.traits.parts + tile.number
+        number = distance - 1 + results * (self.ranks - 1)
+        return number * self.gemm.parts // self.gemm.traits.parts + tile.number
 
     def store(self, rank: int, slot: int, what: Tensor) -> None:
         assert (rank, slot) not in self.slots and slot < self.gemm.flags // self.gemm.traits.parts
@@ -135,17 +133,14 @@ class Ranks:
         matrix[tile.rows, tile.columns] = what.bfloat16()
 
     def run_one_shot(self) -> None:
-        """Every rank has all sums of a tile, and adds them in the order of ranks."""
+        """Every rank gets all sums of a tile, and adds them in the order of ranks."""
+        sums: dict[tuple[int, int], Tensor] = {}
         for rank in range(self.ranks):
             for tile in self.tiles(own=True):
-                found = self.product(rank, tile)
-                for distance in range(self.ranks):
-                    self.store((rank - distance) % self.ranks, self.slot(distance, tile), found)
+                sums[rank, tile.number] = self.product(rank, tile)
         for rank in range(self.ranks):
             for tile in self.tiles(own=True):
-                distances = [(sender - rank) % self.ranks for sender in range(self.ranks)]
-                self.write(rank, tile, sum(self.slots.pop((rank, self.slot(x, tile))) for x in distances))
-        assert not self.slots
+                self.write(rank, tile, sum(sums[sender, tile.number] for sender in range(self.ranks)))
 
     def run_spanning_sums(self) -> None:
         """Every rank has its rows of the sums of a tile, by 16 rows. TMA stores rows that D has."""

@@ -10,8 +10,8 @@
 //                      peer whose tile it is                       slots, and stores to D
 //   DG_ALL_REDUCE      the same; warp 1 takes the result to D      the same, and stores the result to slots at all
 //                      once the owner has stored it in a slot      peers
-//   DG_ONE_SHOT        there is none                               its partial sum goes to slots at all ranks, this one
-//                                                                  too; adds those of all ranks, and stores to D
+//   DG_ONE_SHOT        there is none                               its partial sum goes to all peers, word by word; adds
+//                                                                  those of all ranks, and stores to D
 //   DG_TO_OWNERS       its result goes to a slot at the peer       stores to D; warp 1 takes to D what peers made of
 //                      that has its columns of D                   their rows
 //   DG_FROM_HOLDERS    there is none                               A's columns of other ranks come from slots, slice by
@@ -92,11 +92,10 @@ constexpr int kPattern = DG_PATTERN;
 constexpr bool kFromHolders = kPattern == DG_FROM_HOLDERS, kToOwners = kPattern == DG_TO_OWNERS;
 constexpr bool kGathers = kPattern == DG_GATHER || kFromHolders;  // slices of A, from slots
 constexpr bool kAllReduces = kPattern == DG_ALL_REDUCE, kOneShot = kPattern == DG_ONE_SHOT;
-constexpr bool kReduces = kPattern == DG_REDUCE_SCATTER || kAllReduces || kOneShot;
+constexpr bool kReduces = kPattern == DG_REDUCE_SCATTER || kAllReduces;                // with slots for sums
 constexpr bool kTakes = kAllReduces || kToOwners;                                  // results from peers
 constexpr bool kOneD = kPattern == DG_REDUCE_SCATTER || kFromHolders || kOneShot;  // D has the rows of one shard
 constexpr bool kMaySpan = kPattern == DG_GATHER || kPattern == DG_REDUCE_SCATTER;  // tiles may have rows of several ranks
-constexpr uint32_t kNearest = kOneShot ? 0 : 1;                                    // distance from which sums come
 constexpr bool kPingpong = DG_PINGPONG;  // each warp group has tiles of its own. Otherwise both share each tile
 constexpr int kTileM = DG_TILE_M, kTileN = DG_TILE_N, kTileK = 128 / sizeof(Element);
 constexpr int kClusterM = DG_CLUSTER_M, kClusterN = DG_CLUSTER_N, kCluster = kClusterM * kClusterN;
@@ -188,10 +187,29 @@ struct alignas(128) Params {
   int64_t shard_stride, gathered_stride;  // elements
   int32_t m, n, k;       // rows of a shard, columns of D, and columns of A on this rank
   int32_t rank_rows;     // of m: those of a rank, where tiles span shards. Otherwise m
+  int32_t loaded_m;      // rows of A in a stage: fewer than a tile has if a shard has fewer
   uint32_t slices;       // of these columns
   uint32_t picoseconds_per_kib;
   uint32_t by_columns;  // all-reduce: m is rows of D, and n columns of a shard
 };
+
+// Two words of a partial sum of a one-shot kernel.
+struct Words {
+  uint64_t first, second;  // 4 bytes of the sum, and the lowest 32 bits of the epoch above them
+
+  Words() = default;
+  CUTE_DEVICE Words(uint32_t first, uint32_t second, uint32_t epoch)
+      : first(uint64_t(epoch) << 32 | first), second(uint64_t(epoch) << 32 | second) {}
+  CUTE_DEVICE bool are_of(uint32_t epoch) const { return first >> 32 == epoch && second >> 32 == epoch; }
+  CUTE_DEVICE uint2 data() const { return {uint32_t(first), uint32_t(second)}; }
+  CUTE_DEVICE void load(uint64_t from) {
+    asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(from) : "memory");
+  }
+  CUTE_DEVICE void store(uint64_t to) const {
+    asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(first), "l"(second) : "memory");
+  }
+};
+constexpr uint32_t kWordBytes = 32 * sizeof(Words);  // of a warp
 
 // What the blocks of a cluster learn of a ticket.
 struct alignas(16) Ticket {
@@ -457,9 +475,9 @@ class Kernel {
     return order_.blocks * kClusterM * order_.columns * kClusterN * kParts;
   }
   // Flag and slot of a part that a rank receives: of the sums from a distance, and behind them of their results. Where
-  // there are no sums, results have their slots. A one-shot kernel also has slots for its own sums.
+  // there are no sums, results have their slots.
   CUTE_DEVICE uint32_t sum_slot_(uint32_t distance, uint32_t part) const {
-    return (distance - kNearest) * parts_() + part;
+    return (distance - 1) * parts_() + part;
   }
   CUTE_DEVICE uint32_t result_slot_(uint32_t distance, uint32_t part) const {
     return sum_slot_(distance + (kAllReduces ? spaces_.ranks - 1 : 0), part);
@@ -510,7 +528,7 @@ class Kernel {
         CUtensorMap const& map_a = receives ? params_.received[clock.buffer()] : params_.a;
         uint32_t const of_shard = kFromHolders ? rank_at_(from.distance) : of_tile;
         // This rank has A of all shards.
-        bool const of_all = kFromHolders || (kReduces && !kOneShot && !by_columns_() && !spans_());
+        bool const of_all = kFromHolders || (kReduces && !by_columns_() && !spans_());
         uint32_t const matrix_a = receives ? received_(from.distance) : of_all ? of_shard : 0;
         uint32_t const matrix_b = kToOwners || kFromHolders || by_columns_() ? of_shard : 0;
         bool const known = slice < first_slice + 32 && arrived >> (slice - first_slice) & 1;
@@ -525,13 +543,13 @@ class Kernel {
           for (uint32_t k = from.number * kSliceTiles; k < end; ++k) {
             uint64_t& full = storage_.full[stage.index];
             Barrier::wait(storage_.empty[stage.index], stage.phase ^ 1);
-            Barrier::expect(full, kStageA + kStageB);
+            Barrier::expect(full, params_.loaded_m * kLine + kStageB);
             load_<kClusterN, kTileM, kTileM, DG_A_K_MAJOR>(
-                map_a, storage_.a[stage.index], full, block_ / kClusterM, block_ % kClusterM, kClusterM, k, tile.row,
-                matrix_a);
+                map_a, storage_.a[stage.index], full, params_.loaded_m, block_ / kClusterM, block_ % kClusterM, kClusterM,
+                k, tile.row, matrix_a);
             load_<kClusterM, kTileN, kLoadedN, DG_B_K_MAJOR>(
-                params_.b, storage_.b[stage.index], full, block_ % kClusterM, block_ / kClusterM * kClusterM, 1, k,
-                tile.column, matrix_b);
+                params_.b, storage_.b[stage.index], full, kTileN, block_ % kClusterM, block_ / kClusterM * kClusterM, 1,
+                k, tile.column, matrix_b);
             stage.advance();
           }
           if (block_ == 0 && slice == pass_at) pass_on_(taken, number);
@@ -566,12 +584,12 @@ class Kernel {
   }
 
   // Loads this block's share of a stage of an operand, and gives it to all blocks that need it. The share is one of
-  // kShares: of the tile's rows; or of k, where columns are contiguous, which are loaded in boxes, kLoaded of them. The
-  // blocks are `first`, `first + distance`, ...
+  // kShares: of the first rows of the tile, `rows` of them; or of k, where columns are contiguous, which are loaded in
+  // boxes, kLoaded of them. The blocks are `first`, `first + distance`, ...
   template <int kShares, int kRows, int kLoaded, bool kMajor>
   CUTE_DEVICE void load_(
-      CUtensorMap const& map, uint8_t* to, uint64_t& full, uint32_t share, uint32_t first, uint32_t distance,
-      uint32_t k, uint32_t row, uint32_t matrix) {
+      CUtensorMap const& map, uint8_t* to, uint64_t& full, int32_t rows, uint32_t share, uint32_t first,
+      uint32_t distance, uint32_t k, uint32_t row, uint32_t matrix) {
     auto const hint = static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL);
     uint16_t mask = 0;
     for (int i = 0; i < kShares; ++i) mask |= 1 << (first + i * distance);
@@ -584,8 +602,8 @@ class Kernel {
     };
     int32_t const begin = row * kRows, depth = k * kTileK;
     if constexpr (kMajor) {
-      constexpr int rows = kRows / kShares;
-      copy(to + share * rows * kLine, depth, begin + share * rows);
+      int32_t const first_row = share * (rows / kShares);
+      copy(to + first_row * kLine, depth, begin + first_row);
     } else {
       constexpr int lines = kTileK / kShares;  // of a box
       CUTE_UNROLL
@@ -744,7 +762,7 @@ class Kernel {
     Uses<kEpilogueStages> uses, others;  // of this tile's warp groups. Pingpong: of the other one
     LinkPacing const pacing{&spaces_.control(spaces_.rank).link_free, params_.picoseconds_per_kib};
     uint32_t const peers = spaces_.ranks - 1;
-    bool const sends = !kGathers && !mute_;
+    bool const sends = !kGathers && !kOneShot && !mute_;
     uint32_t number = 0;
     uint64_t* stored = nullptr;  // the barrier of a stage from which a store may still read
     auto const release = [&] {
@@ -765,14 +783,13 @@ class Kernel {
       auto const slot_at = [&](uint32_t distance, int j) {
         return kAllReduces ? result_slot_(distance, part + j) : sum_slot_(distance, part + j);
       };
-      // A one-shot kernel stores the sum of each tile, and then the result. So does one whose tiles span shards, if any
-      // rows of the result are its own.
+      // A kernel whose tiles span shards stores the sum of each tile, and then the result, if any rows of it are its own.
       int32_t const own_rows = scatters_() ? own_rows_(tile.row * kTileM, kTileM) : 0;
       for (int pass = 0; pass < 2; ++pass) {
         bool const is_sum = pass == 0, divides = scatters_() && is_sum;
-        if (scatters_() ? !is_sum && !own_rows : is_sum != (kReduces && remote) && !kOneShot) continue;
+        if (scatters_() ? !is_sum && !own_rows : is_sum != (kReduces && remote)) continue;
         int const subtiles = is_sum ? kSums : kResults;
-        bool const spreads = kAllReduces ? !remote : kOneShot && is_sum;  // to several ranks
+        bool const spreads = kAllReduces && !remote;  // to several ranks
         bool const leaves = sends && (remote || spreads || divides);
         CUTE_NO_UNROLL
         for (int i = 0; i < subtiles; ++i) {
@@ -786,14 +803,14 @@ class Kernel {
               release();
               Barrier::wait(written, uses.phase());
             }
-            if (!remote && !(kOneShot && is_sum) && !divides) store_result_(from, tile, j, i);
+            if (!remote && !divides) store_result_(from, tile, j, i);
             if (leaves && i == 0 && j == 0) {
               uint32_t const kept = own_rows * kTileN * sizeof(Partial);
               pacing.wait((tile_bytes_(tile, is_sum) - kept) * (remote || divides ? 1 : peers));
             }
             if (leaves && divides) store_at_owners_(tile, clock.buffer(), j, i, from);
             if (leaves && remote && size) store_at_(peer, clock.buffer(), slot + j, i, from, size);
-            for (uint32_t distance = kNearest; leaves && spreads && size && distance <= peers; ++distance) {
+            for (uint32_t distance = 1; leaves && spreads && size && distance <= peers; ++distance) {
               uint32_t const to = rank_at_(spaces_.ranks - distance);
               store_at_(to, clock.buffer(), slot_at(distance, j), i, from, size);
             }
@@ -812,7 +829,7 @@ class Kernel {
         release_to_system();
         for (int j = 0; j < kParts; ++j) {
           if (remote) Workspaces::set(spaces_.flag(peer, clock.buffer(), slot + j), clock.epoch());
-          for (uint32_t distance = kNearest; (spreads || divides) && distance <= peers; ++distance) {
+          for (uint32_t distance = 1; (spreads || divides) && distance <= peers; ++distance) {
             uint32_t const to = rank_at_(spaces_.ranks - distance);
             Workspaces::set(spaces_.flag(to, clock.buffer(), slot_at(distance, j)), clock.epoch());
           }
@@ -958,12 +975,8 @@ class Kernel {
       if (kHandsOut && hands_out) wait_until_handed_out_<0>();
       release_(last);
       scale_(sums);
-      if constexpr (kOneShot) {  // all ranks add the same numbers in the same order
-        write_sums_(sums, group, uses, thread);
-        CUTE_UNROLL
-        for (int i = 0; i < size(sums); ++i) sums(i) = mute_ ? __int_as_float(0x7fffffff) : 0.0f;
-      }
       int const part = kPingpong ? 0 : group;
+      if constexpr (kOneShot) exchange_sums_(sums, ticket.clock, tile, part, thread);
       bool const leaves = kReduces && (tile.distance || spans_());
       if (leaves) write_sums_(sums, group, uses, thread);
       if (!leaves || (scatters_() && own_rows_(tile.row * kTileM, kTileM))) {
@@ -1072,37 +1085,34 @@ class Kernel {
     return ahead;
   }
 
-  // Adds the partial sums of all peers, in the order of distances; a one-shot kernel those of all ranks, in the order of
-  // ranks. While those of a rank are added, the next ones are under way.
+  // Adds the partial sums of all peers, in the order of distances. While those of a rank are added, the next ones are
+  // under way.
   template <class Sums>
   CUTE_DEVICE void add_sums_(Sums& sums, Clock clock, uint32_t part, int thread) {
     constexpr int ahead = packs_ahead_();
     static_assert(kPartPacks * kPacked == size(typename Sums::layout_type{}));
     uint64_t const slots = spaces_.slot(spaces_.rank, clock.buffer(), first_pack(thread));
     uint4 found[ahead];
-    auto const slot = [&](uint32_t i) {
-      return sum_slot_(kOneShot ? (i + spaces_.ranks - spaces_.rank) % spaces_.ranks : i, part);
-    };
     auto const load = [&](uint32_t i, int pack) {
       uint4& to = found[pack % ahead];
       asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
-                   : "l"(slots + uint64_t(slot(i)) * kPartBytes + pack_offset(pack) - pack_shift(pack, thread / 32))
+                   : "l"(slots + uint64_t(sum_slot_(i, part)) * kPartBytes + pack_offset(pack) - pack_shift(pack, thread / 32))
                    : "memory");
     };
-    uint32_t first = kNearest, arrived = 0;  // of those that come next, from the first on, as bits
+    uint32_t first = 1, arrived = 0;  // of those that come next, from the first on, as bits
     auto const wait = [&](uint32_t i) {
       if (i < first + 32 && arrived >> (i - first) & 1) return;
       first = i;
       uint32_t const next = i + lane();
-      arrived = wait_for_flags_(clock, next < spaces_.ranks, slot(next), 1);
+      arrived = wait_for_flags_(clock, next < spaces_.ranks, sum_slot_(next, part), 1);
     };
-    if (spaces_.ranks == kNearest) return;
-    wait(kNearest);
+    if (spaces_.ranks == 1) return;
+    wait(1);
     CUTE_UNROLL
-    for (int pack = 0; pack < ahead; ++pack) load(kNearest, pack);
+    for (int pack = 0; pack < ahead; ++pack) load(1, pack);
     CUTE_NO_UNROLL
-    for (uint32_t i = kNearest; i < spaces_.ranks; ++i) {
+    for (uint32_t i = 1; i < spaces_.ranks; ++i) {
       bool const last = i + 1 == spaces_.ranks;
       if (!last) wait(i + 1);
       CUTE_UNROLL
@@ -1114,6 +1124,93 @@ class Kernel {
           load(i, pack + ahead);
         } else if (!last) {
           load(i + 1, pack + ahead - kPartPacks);
+        }
+      }
+    }
+  }
+
+  // One-shot: stores the partial sum of a tile at all peers, and adds those of all ranks, in the order of ranks: so all
+  // have the same bits. Words of 8 bytes carry 4 bytes of a sum and 4 of the epoch. A word comes as a whole, so it needs no
+  // flag, and no fence. A thread has two words at a time, of a row of its 8 x 8 elements. Rows that do not exist have none.
+  template <class Sums>
+  CUTE_DEVICE void exchange_sums_(Sums& sums, Clock clock, Tile const& tile, int part, int thread) const {
+    constexpr int values = 8 / sizeof(Partial), pairs = kPartN / 4 / values;  // of two words; of words in a row
+    constexpr int halves = kDown * 2, ahead = cute::max(1, 16 / pairs);       // ranks whose words are read at a time
+    using Values = cutlass::Array<Partial, values>;
+    using Convert = cutlass::NumericArrayConverter<Partial, float, values>;
+    uint32_t const epoch = clock.epoch(), groups = (cute::min(int32_t(kTileM), params_.m) + 7) / 8;  // of 8 rows, of a tile
+    uint64_t const of_rank = uint64_t(parts_() / kParts) * groups * pairs * kWordBytes;
+    auto const first_row = [&](int half) { return (half / 2 * kParts + part) * kHeight + thread / 32 * 16 + half % 2 * 8; };
+    auto const exists = [&](int half) {
+      return int32_t(tile.row * kTileM + first_row(half) + lane() / 4) < params_.m;
+    };
+    auto const at = [&](uint32_t rank, uint32_t source, int half, int pair) {
+      uint64_t const number = (uint64_t(part_(tile, 0) / kParts) * groups + first_row(half) / 8) * pairs + pair;
+      return spaces_.word(rank, clock.buffer(), source * of_rank + number * kWordBytes + lane() * 16);
+    };
+    auto const value = [&](int half, int pair, int i) -> float& {
+      int const number = pair * values + i;
+      return at_(sums, half / 2, number / 2 * 8, half % 2 * 2 + number % 2);
+    };
+    uint2 own[halves][pairs];
+    CUTE_UNROLL
+    for (int half = 0; half < halves; ++half) {
+      CUTE_UNROLL
+      for (int pair = 0; pair < pairs; ++pair) {
+        cutlass::Array<float, values> exact;
+        CUTE_UNROLL
+        for (int i = 0; i < values; ++i) exact[i] = value(half, pair, i);
+        auto const rounded = Convert::convert(exact);
+        own[half][pair] = reinterpret_cast<uint2 const&>(rounded);
+      }
+    }
+    for (uint32_t distance = 1; distance < spaces_.ranks && !mute_; ++distance) {
+      CUTE_UNROLL
+      for (int half = 0; half < halves; ++half) {
+        if (!exists(half)) continue;
+        CUTE_UNROLL
+        for (int pair = 0; pair < pairs; ++pair) {
+          uint2 const words = own[half][pair];
+          Words{words.x, words.y, epoch}.store(at(rank_at_(distance), spaces_.rank, half, pair));
+        }
+      }
+    }
+    CUTE_UNROLL
+    for (int half = 0; half < halves; ++half) {
+      if (!exists(half)) continue;
+      CUTE_UNROLL
+      for (int i = 0; i < pairs * values; ++i) value(half, 0, i) = 0.0f;
+      CUTE_NO_UNROLL
+      for (uint32_t first = 0; first < spaces_.ranks; first += ahead) {
+        Words found[ahead][pairs];
+        auto const load = [&](uint32_t i) {
+          CUTE_UNROLL
+          for (int pair = 0; pair < pairs; ++pair) found[i][pair].load(at(spaces_.rank, first + i, half, pair));
+        };
+        CUTE_UNROLL
+        for (uint32_t i = 0; i < ahead; ++i) {
+          if (first + i < spaces_.ranks && first + i != spaces_.rank) load(i);
+        }
+        CUTE_UNROLL
+        for (uint32_t i = 0; i < ahead; ++i) {
+          if (first + i >= spaces_.ranks) break;
+          bool const received = first + i != spaces_.rank;
+          bool lost = false;
+          for (uint32_t spins = 1; received && !lost; ++spins) {
+            bool arrived = true;
+            CUTE_UNROLL
+            for (int pair = 0; pair < pairs; ++pair) arrived &= found[i][pair].are_of(epoch);
+            if (arrived) break;
+            lost = spaces_.ends_(spins);
+            load(i);
+          }
+          CUTE_UNROLL
+          for (int pair = 0; pair < pairs; ++pair) {
+            uint2 const words = received ? found[i][pair].data() : own[half][pair];
+            auto const& addends = reinterpret_cast<Values const&>(words);
+            CUTE_UNROLL
+            for (int j = 0; j < values; ++j) value(half, pair, j) += lost ? __int_as_float(0x7fffffff) : float(addends[j]);
+          }
         }
       }
     }
@@ -1233,9 +1330,9 @@ DG_FACTS{
     DG_KERNEL(kThreads, sizeof(Storage) + kAlignment),
     // params.py has the same structs.
     DG_FIELD(received), DG_FIELD(gathered), DG_FIELD(order.lead), DG_FIELD(order.distances), DG_FIELD(pieces.group),
-    DG_FIELD(workspaces.slots_of_buffer), DG_FIELD(workspaces.executable), DG_FIELD(workspaces.epochs_a_replay),
+    DG_FIELD(workspaces.words_of_buffer), DG_FIELD(workspaces.executable), DG_FIELD(workspaces.epochs_a_replay),
     DG_FIELD(terms.beta), DG_FIELD(terms.c_stride), DG_FIELD(shard), DG_FIELD(gathered_at), DG_FIELD(gathered_stride), DG_FIELD(k),
-    DG_FIELD(rank_rows),
+    DG_FIELD(rank_rows), DG_FIELD(loaded_m),
     DG_FIELD(slices), DG_FIELD(picoseconds_per_kib), DG_FIELD(by_columns),
     DG_NUMBER("control.dead", offsetof(Control, dead)), DG_NUMBER("control.begun", offsetof(Control, begun)),
     DG_NUMBER("control", sizeof(Control))};

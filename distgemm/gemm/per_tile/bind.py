@@ -11,7 +11,15 @@ import torch
 
 from distgemm.gemm.per_tile import params as structs
 from distgemm.gemm.per_tile.epochs import TICKET_BITS
-from distgemm.gemm.per_tile.kernel import BYTES, PIECE_BYTES, PIECE_ROWS, SUBTILE_ROWS, WARP_ROWS, KernelTraits
+from distgemm.gemm.per_tile.kernel import (
+    BYTES,
+    PIECE_BYTES,
+    PIECE_ROWS,
+    SUBTILE_ROWS,
+    SWIZZLE_ROWS,
+    WARP_ROWS,
+    KernelTraits,
+)
 from distgemm.gemm.per_tile.order import PieceOrder, TileOrder
 from distgemm.schedulers import Pattern
 
@@ -19,6 +27,8 @@ __all__ = ["LANES", "RATES", "RankGemm", "Space", "may_span", "params_of"]
 
 SLOT_ALIGNMENT = 1024
 MAX_TICKETS = 1 << TICKET_BITS
+WORD_ROWS = 8
+"""Rows whose words a warp stores together."""
 LANES = 32
 """Of a warp, each of which reads a flag."""
 SMS = 132
@@ -143,7 +153,7 @@ class RankGemm:
         if self.traits.gathers:
             return self.pieces.pieces
         if self.traits.one_shot:
-            return self.ranks * self.parts
+            return 0
         return (self.ranks - 1) * self.parts * (2 if self.traits.pattern == "gemm+ar" else 1)
 
     def slot_of(self, number: int, rank: int) -> tuple[int, str]:
@@ -171,8 +181,6 @@ class RankGemm:
             return shard - rank if self.spans else shard + 1, f"slice {piece} of k, for {rows} of its shard of A"
         rest, part = divmod(number, self.parts)
         row, column = divmod(part // traits.parts, self.order.columns * traits.cluster[1])
-        if traits.one_shot:
-            return rest, f"the partial sum of tile ({row}, {column}) of D"
         result, distance = divmod(rest, self.ranks - 1)
         if traits.pattern == "gemm+a2a":
             return distance + 1, f"the result of tile ({row}, {column}) of its rows of this rank's columns of D"
@@ -188,6 +196,21 @@ class RankGemm:
             return len(self.pieces.receivers) * self.rank_rows * self.k * BYTES[self.traits.dtype]
         return self.flags * self.traits.part_bytes
 
+    @property
+    def word_bytes(self) -> int:
+        """Bytes of words in each buffer of a workspace: twice those of the partial sums of all ranks."""
+        traits = self.traits
+        if not traits.one_shot:
+            return 0
+        tiles, rows = self.parts // traits.parts, min(traits.tile[0], -(-self.m // WORD_ROWS) * WORD_ROWS)
+        return 2 * self.ranks * tiles * rows * traits.tile[1] * BYTES[traits.partial_dtype]
+
+    @property
+    def loaded_rows(self) -> int:
+        """Rows of A in a stage of operands: those of a tile, or only as many as a shard has, if it has fewer."""
+        rows, step = self.traits.tile[0], SWIZZLE_ROWS * self.traits.cluster[1]
+        return min(rows, -(-self.m // step) * step) if self.traits.a_major == "k" else rows
+
 
 @dataclass(frozen=True)
 class Space:
@@ -198,12 +221,14 @@ class Space:
         rank: this rank.
         flags: number of flags in each buffer.
         slot_bytes: bytes of slots in each buffer.
+        word_bytes: bytes of words in each buffer.
     """
 
     bases: Sequence[int]
     rank: int
     flags: int
     slot_bytes: int
+    word_bytes: int = 0
 
     @property
     def flags_at(self) -> int:
@@ -221,9 +246,14 @@ class Space:
         return -(-self.slot_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
     @property
+    def words_at(self) -> int:
+        """Offset of the words."""
+        return self.slots_at + 2 * self.slots_of_buffer
+
+    @property
     def size(self) -> int:
         """Bytes of a workspace."""
-        return self.slots_at + 2 * self.slots_of_buffer
+        return self.words_at + 2 * self.word_bytes
 
 
 def params_of(
@@ -271,6 +301,8 @@ def params_of(
     one_d = traits.pattern in {"gemm+rs", "a2a+gemm"} or traits.one_shot or gemm.spans
     of_a, of_d = (gemm.rank_rows, m) if traits.gathers else (m, gemm.rank_rows)
     share_a, share_b = (extent // blocks for extent, blocks in traits.shares)
+    if traits.a_major == "k":
+        share_a = gemm.loaded_rows // traits.cluster[1]
     params = structs.Params.new()
     _describe(params.a, "A", a, traits.dtype, of_a, 1 if one_a else ranks, share_a, traits.a_major == "k")
     of_b = (gemm.k, ranks) if from_holders else (gemm.n, ranks if to_owners or gemm.by_columns else 1)
@@ -292,6 +324,7 @@ def params_of(
     spaces.base[:ranks] = list(space.bases)
     spaces.flags, spaces.flags_of_buffer = space.flags_at, space.flags * 8
     spaces.slots, spaces.slots_of_buffer = space.slots_at, space.slots_of_buffer
+    spaces.words, spaces.words_of_buffer = space.words_at, space.word_bytes
     spaces.rank, spaces.ranks, spaces.executable = space.rank, ranks, executable
     spaces.epochs_a_replay = epochs_a_replay
     terms = params.terms
@@ -306,7 +339,7 @@ def params_of(
         terms.c, terms.c_stride = c.data_ptr(), c.stride(0)
     params.shard, params.shard_stride = a.data_ptr(), pitch_of(a)
     params.m, params.n, params.k, params.slices = gemm.m, gemm.n, gemm.k, gemm.pieces.slices
-    params.rank_rows, params.by_columns = gemm.rank_rows, gemm.by_columns
+    params.rank_rows, params.loaded_m, params.by_columns = gemm.rank_rows, gemm.loaded_rows, gemm.by_columns
     params.picoseconds_per_kib = round(1024 * 1000 / gb_per_s) if gb_per_s else 0
     return params
 

@@ -129,8 +129,10 @@ def predict_per_tile(gemm: RankGemm, costs: Costs, *, arrived: bool = False) -> 
     at_once = replace(costs, stored=0.0, flag=0.0, take=0.0, send_gb_per_s=MAX_FIGURE, store_gb_per_s=MAX_FIGURE)
     gathers = gemm.traits.gathers
     moved = 0 if gathers and arrived else gemm.slot_bytes
-    if gemm.traits.one_shot or (gemm.spans and moved):
-        moved -= gemm.slot_bytes // gemm.ranks  # its own sums, or its own shard, do not leave
+    if gemm.traits.one_shot:
+        moved = (gemm.ranks - 1) * gemm.parts * gemm.traits.part_bytes
+    elif gemm.spans and moved:
+        moved -= gemm.slot_bytes // gemm.ranks  # its own shard does not leave
     if gemm.spans and not gathers:
         moved = gemm.slot_bytes // gemm.ranks  # each peer gets its rows
     rate = costs.send_gb_per_s if gathers else costs.store_gb_per_s
@@ -139,13 +141,15 @@ def predict_per_tile(gemm: RankGemm, costs: Costs, *, arrived: bool = False) -> 
 
 
 def _stored_share(gemm: RankGemm) -> float:
-    """The share of tiles that is stored at peers: 16 rows at a time of those that exist.
+    """The share of tiles that is stored at peers: 16 rows at a time of those that exist; in words, twice each row.
 
     It is 1 if shards are rows: when these kernels were measured, they stored whole tiles.
     """
     if gemm.traits.gathers or not (gemm.traits.one_shot or gemm.by_columns or gemm.spans):
         return 1.0
     rows = gemm.order.blocks * gemm.traits.cluster[0] * gemm.traits.tile[0]
+    if gemm.traits.one_shot:
+        return 2.0 * gemm.m / rows
     return min(1.0, -(-gemm.m // WARP_ROWS) * WARP_ROWS / rows)
 
 
@@ -222,9 +226,9 @@ class _Replay:
                 else:
                     sums[place] = max(sums.get(place, 0.0), arrives)
             elif traits.one_shot:
-                left, written = store(cluster, multiplied if pingpong else free, self.peers)
-                arrives = 0.0 if self.arrived else left + latency
-                free = max(free + write, written, arrives) + add + write
+                link = max(link, free) + self.peers * self.store_us
+                arrives = 0.0 if self.arrived else link + costs.flag  # words are flags
+                free = max(free, arrives) + add + write
             else:
                 free = max(free, sums.get((tile.block, tile.column), 0.0)) + add + write
                 if spreads and self.peers:

@@ -91,7 +91,7 @@ class Workspaces(ctypes.Structure):
 
     _fields_ = (
         ("base", ctypes.c_uint64 * RANKS),
-        *_fields(ctypes.c_uint64, "flags", "flags_of_buffer", "slots", "slots_of_buffer"),
+        *_fields(ctypes.c_uint64, "flags", "flags_of_buffer", "slots", "slots_of_buffer", "words", "words_of_buffer"),
         *_fields(ctypes.c_uint32, "rank", "executable", "ranks", "epochs_a_replay"),
     )
 
@@ -122,9 +122,9 @@ class Params(ctypes.Structure):
         ("terms", Terms),
         *_fields(ctypes.c_uint64, "shard", "gathered_at"),
         *_fields(ctypes.c_int64, "shard_stride", "gathered_stride"),
-        *_fields(ctypes.c_int32, "m", "n", "k", "rank_rows"),
+        *_fields(ctypes.c_int32, "m", "n", "k", "rank_rows", "loaded_m"),
         *_fields(ctypes.c_uint32, "slices", "picoseconds_per_kib", "by_columns"),
-        ("padding", ctypes.c_uint32 * 17),
+        ("padding", ctypes.c_uint32 * 12),
     )
 
     @classmethod

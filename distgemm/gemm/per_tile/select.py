@@ -145,7 +145,7 @@ def traits_of(
         b_major="n" if turned_b else "k",
         sends=pattern in GATHERING,
         one_shot=one_shot,
-        epilogue_stages=EPILOGUE_STAGES["gemm+rs" if one_shot else pattern][pingpong],
+        epilogue_stages=EPILOGUE_STAGES["ag+gemm" if one_shot else pattern][pingpong],
     )
 
 

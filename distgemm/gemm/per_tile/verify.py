@@ -194,16 +194,16 @@ def _prove_reduction(gemm: RankGemm, tiles: _Tiles) -> Proof:
 
 
 def _prove_at_once(gemm: RankGemm, tiles: _Tiles) -> Proof:
-    """Each rank stores the sum of each tile at all ranks, or each owner's rows, before it waits for those of peers.
+    """Each rank stores the sum of each tile at all peers, or each owner's rows, before it waits for those of peers.
 
     So a tile waits for the sums of the same ticket. With the lowest ticket that is not finished on all ranks, they are
-    under way: nobody waits before it has sent them. A one-shot all-reduce also stores them at its own rank.
+    under way: nobody waits before it has sent them.
     """
-    ranks, nearest = gemm.ranks, 1 if gemm.spans else 0
-    shape = (ranks, ranks - nearest, tiles.rows, tiles.columns)
-    sender, distance = np.arange(ranks)[:, None, None], np.arange(nearest, ranks)[:, None]
-    slots = _index(((sender - distance) % ranks, distance - nearest, tiles.row, tiles.column), shape, "a sum")
-    _once("at (rank, distance, row, column), ranks store sums", slots, shape)
+    ranks = gemm.ranks
+    shape = (ranks, ranks - 1, tiles.rows, tiles.columns)
+    sender, distance = np.arange(ranks)[:, None, None], np.arange(1, ranks)[:, None]
+    slots = _index(((sender - distance) % ranks, distance - 1, tiles.row, tiles.column), shape, "a sum")
+    _once("at (rank, peer - 1, row, column), peers store sums", slots, shape)
     count = waits = slots.size * gemm.traits.parts
     if gemm.spans:
         waits = (ranks - 1) * _spanned_sums(gemm, tiles)
