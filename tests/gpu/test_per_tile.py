@@ -39,27 +39,16 @@ CASES = [(pattern, kind) for pattern, kinds in KINDS_OF.items() for kind in kind
 Calls = list[dict[str, Any]]
 
 
-def k_of_sum(gemm: RankGemm) -> int:
-    """Elements of k that a tile adds."""
-    return gemm.k * (gemm.ranks if gemm.traits.pattern == "a2a+gemm" else 1)
-
-
 def drawn(there: LocalRanks, seed: int) -> Calls:
     """The tensors of all ranks; D is NaN."""
     gemm, traits = there.gemm, there.gemm.traits
     torch.manual_seed(seed)
-    by_columns, one_shot = gemm.by_columns, traits.one_shot
-    every = gemm.m * (1 if by_columns or one_shot or gemm.spans else gemm.ranks)  # rows of all ranks
-    rows = gemm.rank_rows if traits.pattern in {"ag+gemm", "gemm+a2a"} else every
-    b_shape = (gemm.n * gemm.ranks if traits.pattern == "gemm+a2a" or by_columns else gemm.n, k_of_sum(gemm))
-    rows_of_d = gemm.rank_rows if traits.pattern in {"gemm+rs", "a2a+gemm"} else every
-    columns_of_d = gemm.n * (gemm.ranks if by_columns else 1)
     found = []
     for device in there.devices:
-        a, b = (torch.randn(x, device=device, dtype=torch.bfloat16) for x in ((rows, gemm.k), b_shape))
+        a, b = (torch.randn(gemm.matrices[name].shape, device=device, dtype=torch.bfloat16) for name in "ab")
         a = a if traits.a_major == "k" else a.mT.contiguous().mT
         b = b if traits.b_major == "k" else b.mT.contiguous().mT
-        d = torch.full((rows_of_d, columns_of_d), float("nan"), device=device, dtype=torch.bfloat16)
+        d = torch.full(gemm.matrices["d"].shape, float("nan"), device=device, dtype=torch.bfloat16)
         found.append({"a": a, "b": b, "d": d})
     return found
 
@@ -196,7 +185,7 @@ def test_terms(pattern: str, kind: tuple) -> None:
 def test_all_of_a_is_handed_out(kind: tuple, pattern: str) -> None:
     """Each row of A that is multiplied once, to a tensor whose rows are apart; what lies between them stays."""
     gemm = RankGemm(traits(pattern, *kind), distances(3), 200, 392, 328)
-    there, k = LocalRanks(gemm), k_of_sum(gemm)
+    there, k = LocalRanks(gemm), gemm.matrices["gathered"].shape[1]
     for seed in range(3):
         calls = drawn(there, seed)
         if pattern == "ag+gemm":

@@ -869,12 +869,19 @@ class Kernel {
     SM90_BULK_COPY_S2G::copy(from, reinterpret_cast<void*>(to), bytes);
   }
 
-  // Stores a subtile to D.
+  // Stores a subtile to D; where spanned shards are scattered, the rows that this rank owns, by those of a warp.
   CUTE_DEVICE void store_result_(uint8_t* from, Tile const& tile, int part, int subtile) {
     int32_t const column = tile.column * kTileN + subtile_column(subtile);
-    // TMA stores no rows before the first one, or behind the last one.
-    int32_t const row = tile.row * kTileM + (subtile % kDown * kParts + part) * kHeight - first_own_row_();
-    SM90_TMA_STORE_3D::copy(&params_.d, from, column, row, kOneD ? 0 : matrix_(tile.distance));
+    int32_t const row = tile.row * kTileM + (subtile % kDown * kParts + part) * kHeight;
+    if (!scatters_()) {
+      SM90_TMA_STORE_3D::copy(&params_.d, from, column, row, kOneD ? 0 : matrix_(tile.distance));
+      return;
+    }
+    CUTE_NO_UNROLL
+    for (int32_t i = 0; i < kHeight; i += kWarpRows) {
+      if (!own_rows_(row + i, kWarpRows)) continue;
+      SM90_TMA_STORE_3D::copy(&params_.d, from + i * kLine, column, row + i - first_own_row_(), 0);
+    }
   }
 
   // ---------------------------------------------------------------- the warps that multiply
