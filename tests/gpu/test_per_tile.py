@@ -231,11 +231,15 @@ def spanning(pattern: str, kind: tuple, ranks: int, rows: int, n: int = 328, k: 
     return RankGemm(traits(pattern, *kind, **more), distances(ranks)[::-1], rows * ranks, n, k, spans=True)
 
 
-@pytest.mark.parametrize("kind", SPANNING, ids=str)
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+SPANNED_ROWS = [("ag+gemm", rows) for rows in (1, 33, 63, 128, 250)] + [("gemm+rs", rows) for rows in (16, 48, 64, 128)]
+
+
 @pytest.mark.parametrize(
-    ("pattern", "rows"), [("ag+gemm", rows) for rows in (1, 16, 33, 63)] + [("gemm+rs", rows) for rows in (16, 32, 48)]
+    ("pattern", "rows", "kind"),
+    [(*case, kind) for case in SPANNED_ROWS for kind in SPANNING if case[1] < kind[0][0] * kind[1][0]],
+    ids=str,
 )
+@pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_tiles_that_span_shards(pattern: str, rows: int, ranks: int, kind: tuple) -> None:
     """With terms, and late ranks. Tiles end within a shard, and behind the last one."""
     gemm = spanning(pattern, kind, ranks, rows)
@@ -261,8 +265,9 @@ def test_majors_of_spanned_shards(pattern: str, a_major: str, b_major: str, kind
     check(there, calls)
 
 
-@pytest.mark.parametrize("kind", SPANNING[:5], ids=str)
-@pytest.mark.parametrize("rows", [20, 63])
+@pytest.mark.parametrize(
+    ("kind", "rows"), [*((kind, rows) for kind in SPANNING[:5] for rows in (20, 63)), (SPANNING[4], 128)], ids=str
+)
 def test_all_of_spanned_shards_is_handed_out(kind: tuple, rows: int) -> None:
     gemm = spanning("ag+gemm", kind, 3, rows)
     there = LocalRanks(gemm)

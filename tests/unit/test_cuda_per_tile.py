@@ -90,7 +90,7 @@ def test_every_schedule_is_executed_or_refused_by_name(schedule: str) -> None:
         n = d[1] // 4 if by_columns else d[1]
         assert (gemm.m, gemm.n, gemm.k) == (512 if by_columns or one_shot else 128, n, a[1])
         assert gemm.by_columns == by_columns
-        assert gemm.traits.one_shot == one_shot and gemm.order.ranks == (1 if one_shot else 4)
+        assert gemm.traits.one_shot == one_shot and gemm.order.shards == (1 if one_shot else 4)
         assert gemm.traits.sends == gemm.traits.gathers == (gemm.traits.pattern in {"ag+gemm", "a2a+gemm"})
     else:
         message = REFUSED[schedule] if axes == 1 else r"one axis, got the mesh \(2, "
@@ -190,6 +190,9 @@ def test_the_shape_decides_about_the_kernel(
         (GATHER, 128, "128x128x64_1x2_cooperative", True),
         (GATHER, 128, "64x128x64_1x2_pingpong", True),
         (GATHER, 256, "64x128x64_1x2_pingpong", False),
+        (GATHER, 4 * 128, "128x256x64_2x1_cooperative", True),  # half of a cluster would be padding
+        (SCATTER, 4 * 128, "128x256x64_2x1_cooperative", True),
+        (SCATTER, 4 * 256, "128x256x64_2x1_cooperative", False),
         (GATHER, 4 * 100, "128x256x64_2x1_cooperative", True),
         (SCATTER, 4 * 96, "128x256x64_2x1_cooperative", True),
         (SCATTER, 4 * 100, "128x256x64_2x1_cooperative", False),  # a warp's 16 rows would have two owners
@@ -332,7 +335,7 @@ def test_parameters_move_to_other_tensors(pattern: str, terms: bool) -> None:
 def test_a_one_shot_kernel_has_one_matrix_and_all_ranks(m: int) -> None:
     gemm = one_shot_gemm(m=m)
     params = params_of(gemm, space_of(gemm, 1), **tensors_of(gemm))
-    assert (params.order.ranks, params.order.lead, params.workspaces.ranks, params.workspaces.rank) == (1, 0, 3, 1)
+    assert (params.order.shards, params.order.lead, params.workspaces.ranks, params.workspaces.rank) == (1, 0, 3, 1)
     for descriptor, columns in ((params.a, 640), (params.d, 328)):
         assert tuple(Recorded.from_buffer_copy(descriptor).extents) == (columns, m, 1)
 
@@ -671,7 +674,7 @@ def test_what_tma_cannot_read_is_copied_if_that_is_allowed(
 @pytest.mark.usefixtures("pretended", "_driver")
 def test_columns_of_b_have_another_kernel_and_the_same_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where columns of B are contiguous, a stage of a tile with 160 columns has 192."""
-    problem = GemmProblem(6144, 960, 1024)
+    problem = GemmProblem(6144, 1920, 1024)
     found = []
     for turned_b in (False, True):
         there = Pretended("ag+gemm", monkeypatch, problem, turned_b=turned_b)

@@ -475,7 +475,7 @@ class Kernel {
   }
   // A slice of a tile's sum, in the order in which the tile adds them.
   CUTE_DEVICE Slice slice_(Tile const& tile, uint32_t number) const {
-    if constexpr (kFromHolders) return params_.pieces.slice_of_sum(order_, number);
+    if constexpr (kFromHolders) return params_.pieces.slice_of_sum(number);
     return {tile.distance, number};
   }
 
@@ -615,7 +615,7 @@ class Kernel {
         return;
       }
       if (lane() == 0) taken = take_(counter);
-      auto const piece = params_.pieces.at(order_, ticket);
+      auto const piece = params_.pieces.at(ticket);
       uint32_t const peer = rank_at_(spaces_.ranks - piece.distance);
       int64_t const column = int64_t(piece.slice) * kPieceBytes;
       uint32_t const bytes = cute::min(int64_t(kPieceBytes), row_bytes - column);
@@ -998,7 +998,7 @@ class Kernel {
       if (turn && !mute_) {
         auto const& pieces = params_.pieces;
         Slice const from =
-            kFromHolders ? pieces.stage_of_sum(order_, shard_depth_, kSliceTiles, k) : Slice{tile.distance, k};
+            kFromHolders ? pieces.stage_of_sum(shard_depth_, kSliceTiles, k) : Slice{tile.distance, k};
         SM90_TMA_STORE_3D::copy(
             &params_.gathered, storage_.a[stage], int32_t(from.number * kTileK), int32_t(tile.row * kTileM),
             matrix_(from.distance));
@@ -1239,7 +1239,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
 DG_FACTS{
     DG_KERNEL(kThreads, sizeof(Storage) + kAlignment),
     // params.py has the same structs.
-    DG_FIELD(received), DG_FIELD(gathered), DG_FIELD(order.lead), DG_FIELD(order.distances), DG_FIELD(pieces.group),
+    DG_FIELD(received), DG_FIELD(gathered), DG_FIELD(order.lead), DG_FIELD(order.distances), DG_FIELD(pieces.distances),
     DG_FIELD(workspaces.slots_of_buffer), DG_FIELD(workspaces.executable), DG_FIELD(workspaces.epochs_a_replay),
     DG_FIELD(terms.beta), DG_FIELD(terms.c_stride), DG_FIELD(shard), DG_FIELD(gathered_at), DG_FIELD(gathered_stride), DG_FIELD(k),
     DG_FIELD(rank_rows),

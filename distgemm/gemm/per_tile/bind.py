@@ -49,9 +49,9 @@ class Matrices(NamedTuple):
 
 
 def may_span(traits: KernelTraits, ranks: int, rows: int) -> bool:
-    """Whether tiles of a kernel may span the shards of so many ranks, of so many rows each."""
+    """Whether tiles of a kernel span the shards of so many ranks, of so many rows each: fewer than a cluster has."""
     height = traits.tile[0]
-    if traits.pattern not in {"ag+gemm", "gemm+rs"} or ranks == 1 or not 0 < rows < height:
+    if traits.pattern not in {"ag+gemm", "gemm+rs"} or ranks == 1 or not 0 < rows < height * traits.cluster[0]:
         return False
     if traits.gathers:  # the flags of a slice are read by one warp
         shards = min(ranks, -(-(height - 1) // rows) + 1)
@@ -99,7 +99,7 @@ class RankGemm:
             raise ValueError(f'only shards of "gemm+ar" may be columns, got {self.traits.pattern!r}')
         if self.spans and (self.m % self.ranks or not may_span(self.traits, self.ranks, self.rank_rows)):
             raise ValueError(
-                f"tiles that span shards have equal shards of fewer rows than themselves, with at most {LANES} pieces "
+                f"tiles that span shards have equal shards of fewer rows than a cluster, with at most {LANES} pieces "
                 f"in them, and a reduction's shards have multiples of {WARP_ROWS} rows; got {self.m} rows of "
                 f"{self.ranks} ranks for {self.traits.name}"
             )
@@ -120,12 +120,10 @@ class RankGemm:
         one = to_owners or from_holders or self.by_columns or traits.one_shot or self.spans
         shards = 1 if one else self.ranks  # whose rows are multiplied at a time
         group = self.group or max(1, min(blocks, round(math.sqrt(at_once * width / height) / shards)))
-        own_only = from_holders or (self.spans and traits.gathers)
         usual = blocks * columns if traits.gathers or to_owners else -(-2 * at_once // self.ranks)
-        lead = min(blocks * columns, usual if self.lead is None or own_only else self.lead)
-        alone = traits.one_shot or (self.spans and not traits.gathers)  # the order knows of no peers
-        distances, lead = ((), 0) if alone else (self.distances, lead)
-        order = TileOrder(distances, blocks, columns, group, lead, traits.gathers, own_only)
+        lead = min(blocks * columns, usual if self.lead is None else self.lead)
+        distances, lead = ((), 0) if from_holders or traits.one_shot or self.spans else (self.distances, lead)
+        order = TileOrder(distances, blocks, columns, group, lead, traits.gathers)
         if order.clusters + 1024 > MAX_TICKETS:
             raise ValueError(f"a kernel has at most {MAX_TICKETS} clusters of tiles, got {order.clusters}")
         return order
