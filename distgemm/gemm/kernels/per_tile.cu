@@ -1171,18 +1171,21 @@ class Kernel {
     int64_t const shift = by_columns_() ? int64_t(rank_at_(tile.distance)) * params_.n : 0;  // of columns
     int32_t const first = tile.row * kTileM + part * kHeight + thread / 32 * 16 + thread % 32 / 4;
     int32_t const first_column = tile.column * kTileN + thread % 4 * 2;
+    auto const row_of = [&](int j) { return first + j / 2 * kParts * kHeight + j % 2 * 8; };  // 8 apart, of each subtile
+    bool is_in_d[kDown * 2];
+    CUTE_UNROLL
+    for (int j = 0; j < kDown * 2; ++j) is_in_d[j] = scatters_() ? own_rows_(row_of(j), 1) : row_of(j) < params_.m;
     CUTE_UNROLL
     for (int i = 0; i < kTileN / 4; ++i) {  // two neighbours in every 8 columns
       int32_t const column = first_column + i / 2 * 8 + i % 2;
       if (column >= params_.n) continue;
       float const bias = terms.bias ? float(terms.bias[shift + column]) : 0.0f;
       CUTE_UNROLL
-      for (int j = 0; j < kDown * 2; ++j) {  // rows, 8 apart, of each subtile
-        int32_t const row = first + j / 2 * kParts * kHeight + j % 2 * 8;
+      for (int j = 0; j < kDown * 2; ++j) {
         float& sum = at_(sums, j / 2, i / 2 * 8, j % 2 * 2 + i % 2);
         sum += bias;
-        if (terms.c && row < params_.m && (!scatters_() || own_rows_(row, 1))) {
-          sum += terms.beta * float(terms.c[(first_row + row) * terms.c_stride + shift + column]);
+        if (terms.c && is_in_d[j]) {
+          sum += terms.beta * float(terms.c[(first_row + row_of(j)) * terms.c_stride + shift + column]);
         }
       }
     }
