@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from distgemm.gemm.nvcc import build
-from distgemm.gemm.per_tile.bind import RATES, RankGemm, Space, may_span, params_of
+from distgemm.gemm.per_tile.bind import RankGemm, Space, may_span, params_of
 from distgemm.gemm.per_tile.epochs import TICKET_BITS
 from distgemm.gemm.per_tile.kernel import GATHERING, KernelTraits, Launch
 from distgemm.gemm.per_tile.local import LocalRanks
@@ -265,7 +265,7 @@ class _OneGpu(_Place):
         space = Space([x.data_ptr() for x in memory], 0, *sizes)
         (rows_of_a, _), _, (rows_of_d, _) = row.shapes(self.ranks)
         shard, result = self.a[:rows_of_a], self.d[:rows_of_d]
-        call = {"gb_per_s": 0.0 if gathers else RATES[row.pattern], **variant.call}
+        call = {"gb_per_s": 0.0 if gathers else gemm.traits.gb_per_s, **variant.call}
         if variant.gathers:
             call["gathered"] = self.gathered if row.pattern == "ag+gemm" else self.gathered.view(gemm.m, -1)
         params = params_of(gemm, space, shard, self.b, result, epochs_a_replay=0, **call)
@@ -349,7 +349,7 @@ class _Gpus(_Place):
         ready = {}
         for name, (traits, variant) in which.items():
             there = LocalRanks(self.gemm(traits, variant), self.ranks)
-            options = {"gb_per_s": RATES[self.row.pattern], **variant.call}
+            options = {"gb_per_s": traits.gb_per_s, **variant.call}
             calls = self.calls
             if variant.gathers:
                 calls = [{**call, "gathered": x} for call, x in zip(calls, self.gathered, strict=True)]

@@ -72,8 +72,7 @@ def show_command(
         if paths:
             raise ValueError("-o draws a schedule, and --per-tile shows text only")
         gemm = gemm_of(make_plan(GemmProblem(m, n, n), scheduler), per_tile)
-        spans = gemm.ranks if gemm.spans else 0
-        typer.echo(show_tile_order(gemm.order, rank, spans=spans, limit=limit, width=width))
+        typer.echo(show_tile_order(gemm.order, rank, ranks=gemm.ranks, limit=limit, width=width))
         return
     typer.echo(show_schedule(scheduler, limit=limit, width=width))
     for path in paths:

@@ -15,7 +15,7 @@ from distgemm.gemm import GemmSpec, MatrixSpec, default_provider
 from distgemm.gemm.cublas import CublasProvider
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.per_tile.model import Costs, predict_per_tile
-from distgemm.gemm.per_tile.select import ROW_BYTES, SHORT_M, configs_of, gemm_of
+from distgemm.gemm.per_tile.select import MACHINE, ROW_BYTES, SHORT_M, configs_of, gemm_of
 from distgemm.gemm.spec import Status
 from distgemm.plan.ops import Gemm, View, box_extents
 from distgemm.plan.patterns import does_pattern
@@ -43,9 +43,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger("distgemm")
-
-MACHINE = "h200"
-"""The machine of all predictions, whatever the GPU: they only say which candidates are worth measuring."""
 
 SLOWDOWN_LIMIT: dict[ExecutionMode, float] = {"multi_kernel": 1.25, "per_tile": 1.15}
 """A plan is measured if its predicted time is at most this factor above the best one with the same execution. That of

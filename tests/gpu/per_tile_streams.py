@@ -104,18 +104,13 @@ class Job:
 
     def __init__(self, gemm: RankGemm, there: LocalRanks, seed: int, epochs_a_replay: int) -> None:
         pattern = gemm.traits.pattern
-        is_one = gemm.by_columns or gemm.traits.one_shot or gemm.spans
-        rows = gemm.rank_rows if pattern in {"ag+gemm", "gemm+a2a"} else gemm.m * (1 if is_one else gemm.ranks)
-        shape_of_b = (gemm.n * (gemm.ranks if gemm.by_columns else 1), gemm.k)
-        if pattern in {"gemm+a2a", "a2a+gemm"}:  # all of B
-            shape_of_b = (gemm.n * gemm.ranks, gemm.k) if pattern == "gemm+a2a" else (gemm.n, gemm.k * gemm.ranks)
         chance = torch.Generator("cuda").manual_seed(seed)
 
         def numbers(*shape: int) -> torch.Tensor:
             return torch.randint(-1, 2, shape, device="cuda", generator=chance, dtype=torch.int8).bfloat16()
 
-        b = [numbers(*shape_of_b) for _ in range(gemm.ranks)]
-        self.a = [[numbers(rows, gemm.k) for _ in range(gemm.ranks)] for _ in range(DRAWS)]
+        b = [numbers(*gemm.matrices["b"].shape) for _ in range(gemm.ranks)]
+        self.a = [[numbers(*gemm.matrices["a"].shape) for _ in range(gemm.ranks)] for _ in range(DRAWS)]
         self.wanted = []
         for drawn in self.a:
             if pattern == "ag+gemm":

@@ -39,27 +39,16 @@ CASES = [(pattern, kind) for pattern, kinds in KINDS_OF.items() for kind in kind
 Calls = list[dict[str, Any]]
 
 
-def k_of_sum(gemm: RankGemm) -> int:
-    """Elements of k that a tile adds."""
-    return gemm.k * (gemm.ranks if gemm.traits.pattern == "a2a+gemm" else 1)
-
-
 def drawn(there: LocalRanks, seed: int) -> Calls:
     """The tensors of all ranks; D is NaN."""
     gemm, traits = there.gemm, there.gemm.traits
     torch.manual_seed(seed)
-    by_columns, one_shot = gemm.by_columns, traits.one_shot
-    every = gemm.m * (1 if by_columns or one_shot or gemm.spans else gemm.ranks)  # rows of all ranks
-    rows = gemm.rank_rows if traits.pattern in {"ag+gemm", "gemm+a2a"} else every
-    b_shape = (gemm.n * gemm.ranks if traits.pattern == "gemm+a2a" or by_columns else gemm.n, k_of_sum(gemm))
-    rows_of_d = gemm.rank_rows if traits.pattern in {"gemm+rs", "a2a+gemm"} else every
-    columns_of_d = gemm.n * (gemm.ranks if by_columns else 1)
     found = []
     for device in there.devices:
-        a, b = (torch.randn(x, device=device, dtype=torch.bfloat16) for x in ((rows, gemm.k), b_shape))
+        a, b = (torch.randn(gemm.matrices[name].shape, device=device, dtype=torch.bfloat16) for name in "ab")
         a = a if traits.a_major == "k" else a.mT.contiguous().mT
         b = b if traits.b_major == "k" else b.mT.contiguous().mT
-        d = torch.full((rows_of_d, columns_of_d), float("nan"), device=device, dtype=torch.bfloat16)
+        d = torch.full(gemm.matrices["d"].shape, float("nan"), device=device, dtype=torch.bfloat16)
         found.append({"a": a, "b": b, "d": d})
     return found
 
@@ -196,7 +185,7 @@ def test_terms(pattern: str, kind: tuple) -> None:
 def test_all_of_a_is_handed_out(kind: tuple, pattern: str) -> None:
     """Each row of A that is multiplied once, to a tensor whose rows are apart; what lies between them stays."""
     gemm = RankGemm(traits(pattern, *kind), distances(3), 200, 392, 328)
-    there, k = LocalRanks(gemm), k_of_sum(gemm)
+    there, k = LocalRanks(gemm), gemm.matrices["gathered"].shape[1]
     for seed in range(3):
         calls = drawn(there, seed)
         if pattern == "ag+gemm":
@@ -242,11 +231,15 @@ def spanning(pattern: str, kind: tuple, ranks: int, rows: int, n: int = 328, k: 
     return RankGemm(traits(pattern, *kind, **more), distances(ranks)[::-1], rows * ranks, n, k, spans=True)
 
 
-@pytest.mark.parametrize("kind", SPANNING, ids=str)
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+SPANNED_ROWS = [("ag+gemm", rows) for rows in (1, 33, 63, 128, 250)] + [("gemm+rs", rows) for rows in (16, 48, 64, 128)]
+
+
 @pytest.mark.parametrize(
-    ("pattern", "rows"), [("ag+gemm", rows) for rows in (1, 16, 33, 63)] + [("gemm+rs", rows) for rows in (16, 32, 48)]
+    ("pattern", "rows", "kind"),
+    [(*case, kind) for case in SPANNED_ROWS for kind in SPANNING if case[1] < kind[0][0] * kind[1][0]],
+    ids=str,
 )
+@pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_tiles_that_span_shards(pattern: str, rows: int, ranks: int, kind: tuple) -> None:
     """With terms, and late ranks. Tiles end within a shard, and behind the last one."""
     gemm = spanning(pattern, kind, ranks, rows)
@@ -272,8 +265,9 @@ def test_majors_of_spanned_shards(pattern: str, a_major: str, b_major: str, kind
     check(there, calls)
 
 
-@pytest.mark.parametrize("kind", SPANNING[:5], ids=str)
-@pytest.mark.parametrize("rows", [20, 63])
+@pytest.mark.parametrize(
+    ("kind", "rows"), [*((kind, rows) for kind in SPANNING[:5] for rows in (20, 63)), (SPANNING[4], 128)], ids=str
+)
 def test_all_of_spanned_shards_is_handed_out(kind: tuple, rows: int) -> None:
     gemm = spanning("ag+gemm", kind, 3, rows)
     there = LocalRanks(gemm)

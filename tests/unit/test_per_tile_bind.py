@@ -105,7 +105,7 @@ def test_a_lead_can_be_set() -> None:
 def test_the_struct_of_an_order() -> None:
     order = TileOrder((2, 1), 3, 5, 2, 4, False)
     struct = Order.of(order)
-    assert (struct.ranks, struct.blocks, struct.columns, struct.group, struct.lead) == (3, 3, 5, 2, 4)
+    assert (struct.shards, struct.blocks, struct.columns, struct.group, struct.lead) == (3, 3, 5, 2, 4)
     assert [*struct.distances[:2]] == [2, 1]
 
 

@@ -91,7 +91,7 @@ def test_every_order_is_proved(gemm: RankGemm) -> None:
 
 def ends(order: TileOrder) -> bool:
     """Whether a reduction ends with one cluster at a time on each rank: a graph of all tickets of all ranks."""
-    ranks = order.ranks
+    ranks = order.shards
     ticket_of = {tile: ticket for ticket, tile in enumerate(order)}
     graph = TopologicalSorter[tuple[int, int]]()
     for rank in range(ranks):
@@ -243,11 +243,11 @@ def test_a_sum_without_a_ranks_slices_is_refused(peer: int, monkeypatch: pytest.
         return found._replace(distance=peer) if found == (2, 1) else found
 
     monkeypatch.setattr(PieceOrder, "slice_of_sum", wrong)
-    with pytest.raises(PlanError, match="pieces are read by all 5 tiles of their row, got 0"):
+    with pytest.raises(PlanError, match="a tile adds each of"):
         prove(gemm)
 
 
-@pytest.mark.parametrize(("pattern", "rows"), [("ag+gemm", 20), ("ag+gemm", 100), ("gemm+rs", 32), ("gemm+rs", 96)])
+@pytest.mark.parametrize(("pattern", "rows"), [("ag+gemm", 20), ("ag+gemm", 200), ("gemm+rs", 32), ("gemm+rs", 208)])
 def test_tiles_that_span_shards_are_proved(pattern: Pattern, rows: int) -> None:
     """They wait for nothing that comes with a higher ticket, so their order does not matter."""
     gemm = Changed(traits_of(pattern), (3, 1, 2), 4 * rows, 640, 256, spans=True)
@@ -278,8 +278,8 @@ def test_mutants_of_the_pieces_of_spanned_shards_are_refused(sent: Callable[[lis
 def test_spanned_shards_that_no_kernel_has_are_refused() -> None:
     for pattern, m, ranks, tile in (
         ("gemm+rs", 20, 2, (128, 128)),  # a warp's rows would have two owners
-        ("gemm+rs", 128, 2, (128, 128)),
-        ("ag+gemm", 128, 2, (128, 128)),
+        ("gemm+rs", 256, 2, (128, 128)),
+        ("ag+gemm", 256, 2, (128, 128)),
         ("gemm+ar", 32, 2, (128, 128)),
         ("ag+gemm", 2, 40, (128, 128)),  # a warp would read 40 flags of a slice
         ("gemm+rs", 32, 2, (128, 96)),  # a subtile of a sum has rows of two times 64

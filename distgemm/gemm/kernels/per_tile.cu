@@ -493,7 +493,7 @@ class Kernel {
   }
   // A slice of a tile's sum, in the order in which the tile adds them.
   CUTE_DEVICE Slice slice_(Tile const& tile, uint32_t number) const {
-    if constexpr (kFromHolders) return params_.pieces.slice_of_sum(order_, number);
+    if constexpr (kFromHolders) return params_.pieces.slice_of_sum(number);
     return {tile.distance, number};
   }
 
@@ -633,7 +633,7 @@ class Kernel {
         return;
       }
       if (lane() == 0) taken = take_(counter);
-      auto const piece = params_.pieces.at(order_, ticket);
+      auto const piece = params_.pieces.at(ticket);
       uint32_t const peer = rank_at_(spaces_.ranks - piece.distance);
       int64_t const column = int64_t(piece.slice) * kPieceBytes;
       uint32_t const bytes = cute::min(int64_t(kPieceBytes), row_bytes - column);
@@ -886,12 +886,19 @@ class Kernel {
     SM90_BULK_COPY_S2G::copy(from, reinterpret_cast<void*>(to), bytes);
   }
 
-  // Stores a subtile to D.
+  // Stores a subtile to D; where spanned shards are scattered, the rows that this rank owns, by those of a warp.
   CUTE_DEVICE void store_result_(uint8_t* from, Tile const& tile, int part, int subtile) {
     int32_t const column = tile.column * kTileN + subtile_column(subtile);
-    // TMA stores no rows before the first one, or behind the last one.
-    int32_t const row = tile.row * kTileM + (subtile % kDown * kParts + part) * kHeight - first_own_row_();
-    SM90_TMA_STORE_3D::copy(&params_.d, from, column, row, kOneD ? 0 : matrix_(tile.distance));
+    int32_t const row = tile.row * kTileM + (subtile % kDown * kParts + part) * kHeight;
+    if (!scatters_()) {
+      SM90_TMA_STORE_3D::copy(&params_.d, from, column, row, kOneD ? 0 : matrix_(tile.distance));
+      return;
+    }
+    CUTE_NO_UNROLL
+    for (int32_t i = 0; i < kHeight; i += kWarpRows) {
+      if (!own_rows_(row + i, kWarpRows)) continue;
+      SM90_TMA_STORE_3D::copy(&params_.d, from + i * kLine, column, row + i - first_own_row_(), 0);
+    }
   }
 
   // ---------------------------------------------------------------- the warps that multiply
@@ -1004,7 +1011,7 @@ class Kernel {
       if (turn && !mute_) {
         auto const& pieces = params_.pieces;
         Slice const from =
-            kFromHolders ? pieces.stage_of_sum(order_, shard_depth_, kSliceTiles, k) : Slice{tile.distance, k};
+            kFromHolders ? pieces.stage_of_sum(shard_depth_, kSliceTiles, k) : Slice{tile.distance, k};
         SM90_TMA_STORE_3D::copy(
             &params_.gathered, storage_.a[stage], int32_t(from.number * kTileK), int32_t(tile.row * kTileM),
             matrix_(from.distance));
@@ -1261,18 +1268,21 @@ class Kernel {
     int64_t const shift = by_columns_() ? int64_t(rank_at_(tile.distance)) * params_.n : 0;  // of columns
     int32_t const first = tile.row * kTileM + part * kHeight + thread / 32 * 16 + thread % 32 / 4;
     int32_t const first_column = tile.column * kTileN + thread % 4 * 2;
+    auto const row_of = [&](int j) { return first + j / 2 * kParts * kHeight + j % 2 * 8; };  // 8 apart, of each subtile
+    bool is_in_d[kDown * 2];
+    CUTE_UNROLL
+    for (int j = 0; j < kDown * 2; ++j) is_in_d[j] = scatters_() ? own_rows_(row_of(j), 1) : row_of(j) < params_.m;
     CUTE_UNROLL
     for (int i = 0; i < kTileN / 4; ++i) {  // two neighbours in every 8 columns
       int32_t const column = first_column + i / 2 * 8 + i % 2;
       if (column >= params_.n) continue;
       float const bias = terms.bias ? float(terms.bias[shift + column]) : 0.0f;
       CUTE_UNROLL
-      for (int j = 0; j < kDown * 2; ++j) {  // rows, 8 apart, of each subtile
-        int32_t const row = first + j / 2 * kParts * kHeight + j % 2 * 8;
+      for (int j = 0; j < kDown * 2; ++j) {
         float& sum = at_(sums, j / 2, i / 2 * 8, j % 2 * 2 + i % 2);
         sum += bias;
-        if (terms.c && row < params_.m && (!scatters_() || own_rows_(row, 1))) {
-          sum += terms.beta * float(terms.c[(first_row + row) * terms.c_stride + shift + column]);
+        if (terms.c && is_in_d[j]) {
+          sum += terms.beta * float(terms.c[(first_row + row_of(j)) * terms.c_stride + shift + column]);
         }
       }
     }
@@ -1329,7 +1339,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
 DG_FACTS{
     DG_KERNEL(kThreads, sizeof(Storage) + kAlignment),
     // params.py has the same structs.
-    DG_FIELD(received), DG_FIELD(gathered), DG_FIELD(order.lead), DG_FIELD(order.distances), DG_FIELD(pieces.group),
+    DG_FIELD(received), DG_FIELD(gathered), DG_FIELD(order.lead), DG_FIELD(order.distances), DG_FIELD(pieces.distances),
     DG_FIELD(workspaces.words_of_buffer), DG_FIELD(workspaces.executable), DG_FIELD(workspaces.epochs_a_replay),
     DG_FIELD(terms.beta), DG_FIELD(terms.c_stride), DG_FIELD(shard), DG_FIELD(gathered_at), DG_FIELD(gathered_stride), DG_FIELD(k),
     DG_FIELD(rank_rows), DG_FIELD(loaded_m),

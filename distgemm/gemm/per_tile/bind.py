@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -21,9 +22,8 @@ from distgemm.gemm.per_tile.kernel import (
     KernelTraits,
 )
 from distgemm.gemm.per_tile.order import PieceOrder, TileOrder
-from distgemm.schedulers import Pattern
 
-__all__ = ["LANES", "RATES", "RankGemm", "Space", "may_span", "params_of"]
+__all__ = ["LANES", "Matrices", "RankGemm", "Space", "may_span", "params_of"]
 
 SLOT_ALIGNMENT = 1024
 MAX_TICKETS = 1 << TICKET_BITS
@@ -33,20 +33,35 @@ LANES = 32
 """Of a warp, each of which reads a flag."""
 SMS = 132
 """SMs of a GPU that the order of tiles is made for."""
-RATES: dict[Pattern, float] = {
-    "ag+gemm": 340.0,
-    "gemm+rs": 360.0,
-    "gemm+ar": 360.0,
-    "gemm+a2a": 360.0,
-    "a2a+gemm": 340.0,
-}
-"""GB/s at which a kernel's stores to peers leave: a little less than the NVLink of a Hopper GPU takes."""
+
+
+class Matrices(NamedTuple):
+    """Equal matrices that are a tensor: one for each shard, or one alone.
+
+    Attributes:
+        rows: of each.
+        columns: of each.
+        number: how many.
+        beside: whether they lie beside each other, and not above each other.
+    """
+
+    rows: int
+    columns: int
+    number: int = 1
+    beside: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the tensor."""
+        if self.beside:
+            return self.rows, self.columns * self.number
+        return self.rows * self.number, self.columns
 
 
 def may_span(traits: KernelTraits, ranks: int, rows: int) -> bool:
-    """Whether tiles of a kernel may span the shards of so many ranks, of so many rows each."""
+    """Whether tiles of a kernel span the shards of so many ranks, of so many rows each: fewer than a cluster has."""
     height = traits.tile[0]
-    if traits.pattern not in {"ag+gemm", "gemm+rs"} or ranks == 1 or not 0 < rows < height:
+    if traits.pattern not in {"ag+gemm", "gemm+rs"} or ranks == 1 or not 0 < rows < height * traits.cluster[0]:
         return False
     if traits.gathers:  # the flags of a slice are read by one warp
         shards = min(ranks, -(-(height - 1) // rows) + 1)
@@ -94,7 +109,7 @@ class RankGemm:
             raise ValueError(f'only shards of "gemm+ar" may be columns, got {self.traits.pattern!r}')
         if self.spans and (self.m % self.ranks or not may_span(self.traits, self.ranks, self.rank_rows)):
             raise ValueError(
-                f"tiles that span shards have equal shards of fewer rows than themselves, with at most {LANES} pieces "
+                f"tiles that span shards have equal shards of fewer rows than a cluster, with at most {LANES} pieces "
                 f"in them, and a reduction's shards have multiples of {WARP_ROWS} rows; got {self.m} rows of "
                 f"{self.ranks} ranks for {self.traits.name}"
             )
@@ -115,12 +130,10 @@ class RankGemm:
         one = to_owners or from_holders or self.by_columns or traits.one_shot or self.spans
         shards = 1 if one else self.ranks  # whose rows are multiplied at a time
         group = self.group or max(1, min(blocks, round(math.sqrt(at_once * width / height) / shards)))
-        own_only = from_holders or (self.spans and traits.gathers)
         usual = blocks * columns if traits.gathers or to_owners else -(-2 * at_once // self.ranks)
-        lead = min(blocks * columns, usual if self.lead is None or own_only else self.lead)
-        alone = traits.one_shot or (self.spans and not traits.gathers)  # the order knows of no peers
-        distances, lead = ((), 0) if alone else (self.distances, lead)
-        order = TileOrder(distances, blocks, columns, group, lead, traits.gathers, own_only)
+        lead = min(blocks * columns, usual if self.lead is None else self.lead)
+        distances, lead = ((), 0) if from_holders or traits.one_shot or self.spans else (self.distances, lead)
+        order = TileOrder(distances, blocks, columns, group, lead, traits.gathers)
         if order.clusters + 1024 > MAX_TICKETS:
             raise ValueError(f"a kernel has at most {MAX_TICKETS} clusters of tiles, got {order.clusters}")
         return order
@@ -140,6 +153,26 @@ class RankGemm:
     def ranks(self) -> int:
         """Number of ranks."""
         return len(self.distances) + 1
+
+    @property
+    def matrices(self) -> dict[str, Matrices]:
+        """The tensors of a rank: "a", "b", "d", and "gathered", all of A that it multiplies, if it receives some."""
+        pattern, ranks, m, n, k = self.traits.pattern, self.ranks, self.m, self.n, self.k
+        if pattern == "ag+gemm":
+            count = 1 if self.spans else ranks
+            found = {"a": Matrices(self.rank_rows, k), "d": Matrices(m, n, count), "gathered": Matrices(m, k, count)}
+        elif pattern == "gemm+a2a":
+            found = {"a": Matrices(m, k), "b": Matrices(n, k, ranks), "d": Matrices(m, n, ranks)}
+        elif pattern == "a2a+gemm":
+            beside = Matrices(m, k, ranks, beside=True)
+            found = {"a": Matrices(m, k, ranks), "b": beside._replace(rows=n), "d": Matrices(m, n), "gathered": beside}
+        elif self.by_columns:
+            found = {"a": Matrices(m, k), "b": Matrices(n, k, ranks), "d": Matrices(m, n, ranks, beside=True)}
+        elif self.traits.one_shot or self.spans:
+            found = {"a": Matrices(m, k), "d": Matrices(self.rank_rows, n)}
+        else:
+            found = {"a": Matrices(m, k, ranks), "d": Matrices(m, n, 1 if pattern == "gemm+rs" else ranks)}
+        return {"b": Matrices(n, k), **found}
 
     @property
     def parts(self) -> int:
@@ -277,17 +310,14 @@ def params_of(
     Args:
         gemm: what is multiplied.
         space: the workspaces.
-        a: this rank's A: (m, k) for an all-gather, "gemm+a2a", a one-shot all-reduce and shards of columns, else
-            (ranks * m, k). Where tiles span shards, m stands for the rows of a rank, here and below.
-        b: (n, k), for "gemm+a2a" and shards of columns (ranks * n, k), for "a2a+gemm" (n, ranks * k).
-        d: (ranks * m, n), for a reduce-scatter, "a2a+gemm" and a one-shot all-reduce (m, n), for shards of columns
-            (m, ranks * n).
+        a: A, of the shape that ``gemm.matrices`` gives, as are B, D, C and ``gathered``.
+        b: B.
+        d: D.
         alpha: factor of the product.
-        bias: (n,), for shards of columns (ranks * n,).
-        c: of D's shape.
+        bias: a number for each column of D.
+        c: C, of D's shape.
         beta: factor of C.
-        gathered: (ranks * m, k), for "a2a+gemm" (m, ranks * k), where all of A goes that this rank multiplies; for
-            shards that have contiguous rows.
+        gathered: where all of A goes that this rank multiplies; for shards that have contiguous rows.
         gb_per_s: rate at which stores to peers leave; 0: without a limit.
         executable: its number, by which the watchdog knows it.
         epochs_a_replay: by how much a replay raises the epoch.
@@ -295,37 +325,33 @@ def params_of(
     Raises:
         ValueError: for tensors that TMA cannot copy.
     """
-    traits, ranks, m = gemm.traits, gemm.ranks, gemm.m
-    to_owners, from_holders = traits.pattern == "gemm+a2a", traits.pattern == "a2a+gemm"
-    one_a = traits.pattern in {"ag+gemm", "gemm+a2a"} or gemm.by_columns or traits.one_shot or gemm.spans
-    one_d = traits.pattern in {"gemm+rs", "a2a+gemm"} or traits.one_shot or gemm.spans
-    of_a, of_d = (gemm.rank_rows, m) if traits.gathers else (m, gemm.rank_rows)
+    traits, of = gemm.traits, gemm.matrices
     share_a, share_b = (extent // blocks for extent, blocks in traits.shares)
     if traits.a_major == "k":
         share_a = gemm.loaded_rows // traits.cluster[1]
     params = structs.Params.new()
-    _describe(params.a, "A", a, traits.dtype, of_a, 1 if one_a else ranks, share_a, traits.a_major == "k")
-    of_b = (gemm.k, ranks) if from_holders else (gemm.n, ranks if to_owners or gemm.by_columns else 1)
-    _describe(params.b, "B", b, traits.dtype, *of_b, share_b, traits.b_major == "k", from_holders)
-    in_d = (gemm.n if gemm.by_columns else of_d, 1 if one_d else ranks, SUBTILE_ROWS, True, gemm.by_columns)
-    _describe(params.d, "D", d, traits.out_dtype, *in_d)
+    _describe(params.a, "A", a, traits.dtype, of["a"], share_a, traits.a_major == "k")
+    _describe(params.b, "B", b, traits.dtype, of["b"], share_b, traits.b_major == "k")
+    rows_of_d = WARP_ROWS if gemm.spans and not traits.gathers else SUBTILE_ROWS  # that are stored at a time
+    _describe(params.d, "D", d, traits.out_dtype, of["d"], rows_of_d)
     if traits.gathers:
+        extents = (gemm.k, gemm.m, 1 if gemm.spans else max(gemm.ranks - 1, 1))
         for buffer, descriptor in enumerate(params.received):
             slots = space.bases[space.rank] + space.slots_at + buffer * space.slots_of_buffer
-            extents = (gemm.k, m, 1 if gemm.spans else max(ranks - 1, 1))
-            structs.describe(descriptor, "the received A", slots, traits.dtype, extents, gemm.k, m * gemm.k, share_a)
+            structs.describe(
+                descriptor, "the received A", slots, traits.dtype, extents, gemm.k, gemm.m * gemm.k, share_a
+            )
         params.pieces = structs.Pieces.of(gemm.pieces)
     if gathered is not None:
-        of_gathered = (gemm.k if from_holders else m, 1 if gemm.spans else ranks, traits.tile[0], True, from_holders)
-        _describe(params.gathered, "the gathered A", gathered, traits.dtype, *of_gathered)
+        _describe(params.gathered, "the gathered A", gathered, traits.dtype, of["gathered"], traits.tile[0])
         params.gathered_at, params.gathered_stride = gathered.data_ptr(), pitch_of(gathered)
     params.order = structs.Order.of(gemm.order)
     spaces = params.workspaces
-    spaces.base[:ranks] = list(space.bases)
+    spaces.base[: gemm.ranks] = list(space.bases)
     spaces.flags, spaces.flags_of_buffer = space.flags_at, space.flags * 8
     spaces.slots, spaces.slots_of_buffer = space.slots_at, space.slots_of_buffer
     spaces.words, spaces.words_of_buffer = space.words_at, space.word_bytes
-    spaces.rank, spaces.ranks, spaces.executable = space.rank, ranks, executable
+    spaces.rank, spaces.ranks, spaces.executable = space.rank, gemm.ranks, executable
     spaces.epochs_a_replay = epochs_a_replay
     terms = params.terms
     terms.alpha, terms.beta = alpha, beta
@@ -349,22 +375,17 @@ def _describe(
     name: str,
     x: torch.Tensor,
     dtype: str,
-    extent: int,
-    matrices: int,
+    matrices: Matrices,
     share: int,
     by_rows: bool = True,
-    beside: bool = False,
 ) -> None:
-    """The descriptor of a tensor of equal matrices, of `extent` rows each, or, beside each other, of so many columns.
-
-    Its rows are contiguous, or its columns. A box has so many of them: the share.
-    """
+    """The descriptor of a tensor of matrices, with contiguous rows or columns. A box has so many of them: the share."""
     if x.stride(int(by_rows)) != 1:
         raise ValueError(f"{'rows' if by_rows else 'columns'} of {name} are contiguous, got strides {x.stride()}")
-    shape = (x.shape[0], extent) if beside else (extent, x.shape[1])
+    rows, columns, number, beside = matrices
     pitch = pitch_of(x) if by_rows else x.stride(1)
-    matrix_pitch = extent * (pitch if by_rows != beside else 1)
-    extents = (*(reversed(shape) if by_rows else shape), matrices)
+    matrix_pitch = (columns if beside else rows) * (pitch if by_rows != beside else 1)
+    extents = (columns, rows, number) if by_rows else (rows, columns, number)
     structs.describe(descriptor, name, x.data_ptr(), dtype, extents, pitch, matrix_pitch, share)
 
 

@@ -43,14 +43,10 @@ COLUMNS = range(64, 257, 32)
 """Columns of a tile: a subtile of D has 64, and the last one may overlap the one before."""
 SWIZZLE_ROWS = 8
 """Rows whose swizzle repeats: a thread block loads multiples of them."""
-MAX_PART: dict[Pattern, int] = {
-    "ag+gemm": 128 * 192,
-    "gemm+rs": 128 * 128,
-    "gemm+ar": 128 * 128,
-    "gemm+a2a": 128 * 192,
-    "a2a+gemm": 128 * 192,
-}
-"""Accumulators of a warp group that fit into its registers. Reductions also need registers for what they add."""
+MAX_PART, MAX_ADDING_PART = 128 * 192, 128 * 128
+"""Accumulators of a warp group that fit into its registers; of reductions, which also need some for what they add."""
+SEND_GB_PER_S, STORE_GB_PER_S = 340.0, 360.0
+"""Rates at which pieces, and tiles, leave for peers: a little less than the NVLink of a Hopper GPU takes."""
 GATHERING: tuple[Pattern, ...] = ("ag+gemm", "a2a+gemm")
 """Patterns whose tiles wait for slices of A in slots, to which a warp of each peer sends its shard."""
 TAKING: tuple[Pattern, ...] = ("gemm+ar", "gemm+a2a")
@@ -108,7 +104,7 @@ class KernelTraits:
         if self.pattern == "gemm+a2a" and self.out_dtype != self.partial_dtype:
             raise ValueError(f"slots have results in {self.out_dtype}, and no partial sums in {self.partial_dtype}")
         rows, columns = self.tile[0] // self.parts, self.tile[1]
-        most = MAX_PART[self.pattern]
+        most = MAX_ADDING_PART if self.pattern in {"gemm+rs", "gemm+ar"} else MAX_PART
         if self.tile[0] % self.parts or rows not in {64, 128} or columns not in COLUMNS or rows * columns > most:
             raise ValueError(
                 f"a warp group of {self.pattern} has 64 or 128 rows of a tile and {COLUMNS.start} to {COLUMNS[-1]} "
@@ -132,6 +128,11 @@ class KernelTraits:
     def gathers(self) -> bool:
         """Whether slices of A come from peers: of their rows, or of their columns of this rank's rows."""
         return self.pattern in GATHERING
+
+    @property
+    def gb_per_s(self) -> float:
+        """The rate at which its stores to peers leave."""
+        return SEND_GB_PER_S if self.gathers else STORE_GB_PER_S
 
     @property
     def stages(self) -> int:

@@ -14,8 +14,16 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from distgemm.gemm.per_tile.bind import RATES, RankGemm
-from distgemm.gemm.per_tile.kernel import BYTES, PIECE_BYTES, PIECE_ROWS, SUBTILE_BYTES, WARP_ROWS
+from distgemm.gemm.per_tile.bind import RankGemm
+from distgemm.gemm.per_tile.kernel import (
+    BYTES,
+    PIECE_BYTES,
+    PIECE_ROWS,
+    SEND_GB_PER_S,
+    STORE_GB_PER_S,
+    SUBTILE_BYTES,
+    WARP_ROWS,
+)
 from distgemm.gemm.per_tile.order import TileCluster
 from distgemm.simulator.machine import MAX_FIGURE, Machine
 
@@ -88,8 +96,8 @@ class Costs:
     sum_subtile: float = 0.64
     write_subtile: float = 0.16
     take: float = 5.6
-    send_gb_per_s: float = RATES["ag+gemm"]
-    store_gb_per_s: float = RATES["gemm+rs"]
+    send_gb_per_s: float = SEND_GB_PER_S
+    store_gb_per_s: float = STORE_GB_PER_S
     cache: float = 50e6
 
 

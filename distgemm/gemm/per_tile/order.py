@@ -78,13 +78,13 @@ class TileOrder:
     """The order of a rank's tiles. All ranks have the same.
 
     Attributes:
-        distances: of the shards of the other ranks, in the order in which they are multiplied.
+        distances: of the shards of the other ranks, in the order in which they are multiplied; none if all tiles of a
+            rank are of one shard.
         blocks: rows of clusters in a shard.
         columns: columns of clusters.
         group: rows of clusters that are multiplied in turn.
         lead: units by which own tiles come earlier or later than the tiles of other shards.
         own_first: whether they come earlier.
-        own_only: whether the rank multiplies its own shard only. Own tiles then come first, all of them.
 
     Raises:
         ValueError: for distances that are not those of all other ranks, and for numbers out of range.
@@ -96,23 +96,15 @@ class TileOrder:
     group: int
     lead: int
     own_first: bool
-    own_only: bool = False
 
     def __post_init__(self) -> None:
-        if sorted(self.distances) != list(range(1, self.ranks)) or self.ranks > RANKS:
+        if sorted(self.distances) != list(range(1, self.shards)) or self.shards > RANKS:
             raise ValueError(f"distances are 1 to N - 1 of at most {RANKS} ranks, in any order, got {self.distances}")
         if min(self.blocks, self.columns, self.group) < 1 or not 0 <= self.lead <= self.units:
             raise ValueError(
                 "blocks, columns and group are integers >= 1, and lead is one from 0 to blocks * columns; got "
                 f"{self.blocks}, {self.columns}, {self.group} and {self.lead}"
             )
-        if self.own_only and not (self.own_first and self.lead == self.units):
-            raise ValueError(f"if own tiles are the only ones, they come first, by {self.units} units: got {self}")
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks."""
-        return len(self.distances) + 1
 
     @property
     def units(self) -> int:
@@ -122,7 +114,7 @@ class TileOrder:
     @property
     def shards(self) -> int:
         """Number of shards whose tiles a rank multiplies."""
-        return 1 if self.own_only else self.ranks
+        return len(self.distances) + 1
 
     @property
     def clusters(self) -> int:
@@ -131,17 +123,17 @@ class TileOrder:
 
     def at(self, ticket: int) -> TileCluster:
         """The tiles of a ticket, from 0. tile_order.cuh computes the same."""
-        others, rest = self.ranks - 1, self.units - self.lead
+        others, rest = self.shards - 1, self.units - self.lead
         alone = self.lead if self.own_first else self.lead * others
         if ticket < alone:
             return self.of_unit(0, ticket) if self.own_first else self._other(*divmod(ticket, others))
         ticket -= alone
-        if ticket < rest * self.ranks:
-            unit, i = divmod(ticket, self.ranks)
+        if ticket < rest * self.shards:
+            unit, i = divmod(ticket, self.shards)
             if i < others:
                 return self._other(unit if self.own_first else unit + self.lead, i)
             return self.of_unit(0, unit + self.lead if self.own_first else unit)
-        ticket -= rest * self.ranks
+        ticket -= rest * self.shards
         if self.own_first:
             unit, i = divmod(ticket, others)
             return self._other(rest + unit, i)
@@ -165,7 +157,7 @@ class PieceOrder:
     """The order in which a rank sends the pieces of its shard: that in which all receivers need them.
 
     Attributes:
-        distances: of the other ranks, as a :class:`TileOrder` has them.
+        distances: of the other ranks, in the order in which a rank multiplies what they send.
         rows: rows of pieces in a shard.
         slices: slices along k of each row.
         group: rows whose slices are sent in turn.

@@ -41,27 +41,30 @@ class Order(ctypes.Structure):
     """struct TileOrder."""
 
     _fields_ = (
-        *_fields(ctypes.c_uint32, "ranks", "blocks", "columns", "group", "lead", "shards"),
+        *_fields(ctypes.c_uint32, "shards", "blocks", "columns", "group", "lead"),
         ("distances", ctypes.c_uint8 * RANKS),
     )
 
     @classmethod
     def of(cls, order: TileOrder) -> Order:
         """The struct of an order."""
-        found = cls(order.ranks, order.blocks, order.columns, order.group, order.lead, order.shards)
-        found.distances[: order.ranks - 1] = order.distances
-        return found
+        distances = (ctypes.c_uint8 * RANKS)(*order.distances)
+        return cls(order.shards, order.blocks, order.columns, order.group, order.lead, distances)
 
 
 class Pieces(ctypes.Structure):
     """struct PieceOrder."""
 
-    _fields_ = (*_fields(ctypes.c_uint32, "rows", "slices", "group", "receivers"),)
+    _fields_ = (
+        *_fields(ctypes.c_uint32, "rows", "slices", "group", "receivers"),
+        ("distances", ctypes.c_uint8 * RANKS),
+    )
 
     @classmethod
     def of(cls, order: PieceOrder) -> Pieces:
         """The struct of an order."""
-        return cls(order.rows, order.slices, order.group, len(order.receivers))
+        distances = (ctypes.c_uint8 * RANKS)(*order.receivers)
+        return cls(order.rows, order.slices, order.group, len(order.receivers), distances)
 
 
 class Death(enum.IntEnum):

@@ -2,47 +2,42 @@
 
 from __future__ import annotations
 
-from math import prod
+from functools import lru_cache
+from math import inf, prod
 from typing import Literal
 
-from distgemm.gemm.per_tile.bind import SMS, RankGemm, may_span
+from distgemm.gemm.per_tile.bind import RankGemm, may_span
 from distgemm.gemm.per_tile.kernel import BYTES, GATHERING, KernelTraits
+from distgemm.gemm.per_tile.model import Costs, predict_per_tile
 from distgemm.gemm.per_tile.order import distances_of
 from distgemm.gemm.spec import GemmConfig
 from distgemm.plan.patterns import does_pattern
 from distgemm.plan.plan import Plan, PlanError
 from distgemm.plan.problem import DTYPE_BYTES
 from distgemm.schedulers import Pattern
+from distgemm.simulator.machine import Machine
 
-__all__ = ["CONFIGS", "FEW_ROWS", "ROW_BYTES", "configs_of", "gemm_of", "select_config", "traits_of"]
+__all__ = ["CONFIGS", "FEW_ROWS", "MACHINE", "ONE_SHOT", "ROW_BYTES", "configs_of", "gemm_of", "traits_of"]
 
-LARGE, SMALL = "128x256x64_2x1_cooperative", "128x128x64_2x1_pingpong"
-REDUCING = (LARGE, SMALL, "64x128x64_2x1_pingpong", "64x128x64_1x2_pingpong")
-SPEEDS = {
-    "256x192x64_1x2_cooperative": 0.96,
-    "256x160x64_1x2_cooperative": 0.96,
-    LARGE: 0.96,
-    "128x224x64_2x1_cooperative": 0.94,
-    "128x192x64_2x1_cooperative": 0.93,
-    "128x160x64_2x1_cooperative": 0.89,
-    SMALL: 0.85,
-}
-"""Of a whole wave of tiles without sums, as shares of the GPU's rate: measured, or as TILES of model.py has them."""
+LARGE = "128x256x64_2x1_cooperative"
+WIDE = ("256x192x64_1x2_cooperative", "256x160x64_1x2_cooperative", LARGE)
+BETWEEN = ("128x224x64_2x1_cooperative", "128x192x64_2x1_cooperative", "128x160x64_2x1_cooperative")
+SMALL = ("128x128x64_2x1_pingpong", "64x128x64_2x1_pingpong", "64x128x64_1x2_pingpong")
 CONFIGS: dict[Pattern, tuple[str, ...]] = {
-    **dict.fromkeys(GATHERING, (*SPEEDS, *REDUCING[2:])),
-    "gemm+rs": REDUCING,
-    "gemm+ar": REDUCING,
-    "gemm+a2a": ("256x192x64_1x2_cooperative", LARGE, "128x192x64_2x1_cooperative", *REDUCING[1:]),
+    **dict.fromkeys(GATHERING, (*WIDE, *BETWEEN, *SMALL)),
+    "gemm+rs": (LARGE, *SMALL),
+    "gemm+ar": (LARGE, *SMALL),
+    "gemm+a2a": (WIDE[0], LARGE, BETWEEN[1], *SMALL),
 }
 """Those that are worth a try, from large products to small ones. The last one is for shards of 64 rows."""
-ONE_SHOT = {"64x64x64_1x2_pingpong": 0.5, "64x128x64_1x2_pingpong": 0.7}
-"""Those of one-shot all-reduces, which are for few rows, and their speeds, which are guessed."""
-FEW_ROWS = {"128x128x64_1x2_cooperative": 0.85, **ONE_SHOT}
-"""Those of few rows whose tiles span shards, and their speeds."""
+ONE_SHOT = ("64x64x64_1x2_pingpong", "64x128x64_1x2_pingpong")
+"""Those of one-shot all-reduces, which are for few rows."""
+FEW_ROWS = ("128x128x64_1x2_cooperative", *ONE_SHOT)
+"""Those of few rows whose tiles span shards."""
 SHORT_M = 64
-"""Rows of a shard, up to which a reduction has tiles of 64 rows, and clusters of one row of them."""
-SHORT_K = 2048
-"""Elements of k, below which a reduction has tiles of 128x128."""
+"""Rows of a shard, up to which clusters of one row of tiles, of 64 rows, are worth a try."""
+MACHINE = "h200"
+"""The machine of all predictions, whatever the GPU: they only say which kernels are worth measuring."""
 EPILOGUE_STAGES: dict[Pattern, tuple[int, int]] = {
     "ag+gemm": (1, 2),
     "gemm+rs": (1, 4),
@@ -56,57 +51,19 @@ ROW_BYTES = 16
 """Bytes that divide each row which TMA copies."""
 
 
-def select_config(pattern: Pattern, shards: int, m: int, n: int, k: int) -> str:
-    """The tile, cluster and kernel schedule for a shape.
-
-    Args:
-        pattern: the pattern.
-        shards: number of shards that a rank multiplies; 1 for a one-shot all-reduce. If tiles may span shards, all are
-            counted here.
-        m: rows of a shard.
-        n: columns of D on a rank.
-        k: columns of A on a rank.
-    """
-    speeds = {config: speed for config, speed in SPEEDS.items() if config in CONFIGS[pattern]}
-    if pattern == "gemm+ar" and shards == 1:
-        speeds = ONE_SHOT
-    elif spanning := _spanning(pattern, shards, m):
-        speeds |= {LARGE: SPEEDS[LARGE], SMALL: SPEEDS[SMALL]} | {config: FEW_ROWS[config] for config in spanning}
-    elif pattern in {"gemm+rs", "gemm+ar"}:
-        if m <= SHORT_M:
-            return REDUCING[-1]
-        return LARGE if k >= SHORT_K else SMALL
-
-    def cost(config: str) -> float:
-        found = GemmConfig.parse(config)
-        (rows, columns, _), (down, across) = found.tile, found.cluster
-        many, high = (1, shards * m) if may_span(traits_of(config, pattern), shards, m) else (shards, m)
-        clusters = many * -(-high // (rows * down)) * -(-n // (columns * across))
-        waves = -(-clusters // (SMS // (down * across)))
-        return waves * rows * columns / speeds[config]
-
-    return min(speeds, key=cost)
-
-
 def configs_of(plan: Plan) -> tuple[str, ...]:
     """The configurations that are worth a try for a plan. If no kernel executes it, the first one stands for all."""
-    ranks = plan.world_size
-    pattern = _pattern_of(plan) if ranks > 1 else None
+    pattern = _pattern_of(plan) if plan.world_size > 1 else None
     if pattern is None:
         return (LARGE,)
     if _is_one_shot(plan):
-        return tuple(ONE_SHOT)
-    m = plan.problem.m // (1 if pattern == "gemm+ar" and _is_by_columns(plan) else ranks)
+        return ONE_SHOT
+    by_columns = pattern == "gemm+ar" and _is_by_columns(plan)
+    m = plan.problem.m // (1 if by_columns else plan.world_size)
     # The last one equals the one before, unless half of that one's clusters would be padding.
     found = CONFIGS[pattern] if m <= SHORT_M else CONFIGS[pattern][:-1]
-    return tuple(dict.fromkeys((*found, *_spanning(pattern, ranks, m))))
-
-
-def _spanning(pattern: Pattern, ranks: int, m: int) -> tuple[str, ...]:
-    """Configurations of few rows whose tiles span the shards of a pattern."""
-    if pattern not in {"ag+gemm", "gemm+rs"}:
-        return ()
-    return tuple(config for config in FEW_ROWS if may_span(traits_of(config, pattern), ranks, m))
+    spanning = [config for config in FEW_ROWS if may_span(traits_of(config, pattern), plan.world_size, m)]
+    return tuple(dict.fromkeys((*found, *spanning)))
 
 
 def traits_of(
@@ -136,7 +93,7 @@ def traits_of(
     other = (found.tile[2], found.epilogue, found.raster, found.swizzle, found.share)
     if other != (64, "tma", "heuristic", 1, 1):
         raise ValueError(
-            f"a per-tile kernel has 64 elements of k in a stage, and a configuration like {LARGE} or {SMALL} with "
+            f"a per-tile kernel has 64 elements of k in a stage, and a configuration like {LARGE} or {SMALL[0]} with "
             f"nothing behind it, got {config}"
         )
     pingpong = found.kernel_schedule == "pingpong"
@@ -154,7 +111,8 @@ def gemm_of(plan: Plan, config: str | None = None, *, turned_b: bool = False) ->
 
     Args:
         plan: the plan.
-        config: tile, cluster and schedule of the kernel, as "128x256x64_2x1_cooperative"; None: the shape decides.
+        config: tile, cluster and schedule of the kernel, as "128x256x64_2x1_cooperative"; None: that of
+            :func:`configs_of` that the model predicts to be fastest.
         turned_b: whether columns of B are contiguous, and not its rows.
 
     Raises:
@@ -201,16 +159,31 @@ def gemm_of(plan: Plan, config: str | None = None, *, turned_b: bool = False) ->
     distances = tuple(range(1, ranks)) if one_shot else distances_of(plan, mode)
     if pattern == "gemm+a2a":
         partial_dtype = out_dtype  # nothing is added to what a rank sends but the terms
-    shards = 1 if pattern == "a2a+gemm" or one_shot else ranks
-    config = config or select_config(pattern, shards, m, n, k)
-    try:
+
+    def gemm(config: str, turned_b: bool = False) -> RankGemm:
         traits = traits_of(config, pattern, problem.dtype, out_dtype, partial_dtype, turned_b, one_shot)
+        spans = may_span(traits, ranks, m)
+        found = RankGemm(traits, distances, m * ranks if spans else m, n, k, by_columns=by_columns, spans=spans)
+        assert found.order.clusters  # it is made, and checked
+        return found
+
+    def time_of(config: str) -> float:
+        try:
+            return _predicted_us(gemm(config))
+        except ValueError:  # if no kernel is left, the error is raised below
+            return inf
+
+    try:
+        if config is None:
+            config = min(configs_of(plan), key=time_of)
+        return gemm(config, turned_b)
     except ValueError as error:
         raise ValueError(f"{plan.schedule} is not executed per tile: {error}") from error
-    spans = may_span(traits, ranks, m)
-    gemm = RankGemm(traits, distances, m * ranks if spans else m, n, k, by_columns=by_columns, spans=spans)
-    assert gemm.order.clusters  # it is made, and checked
-    return gemm
+
+
+@lru_cache(maxsize=1024)
+def _predicted_us(gemm: RankGemm) -> float:
+    return predict_per_tile(gemm, Costs(Machine.load(MACHINE))).time
 
 
 def _pattern_of(plan: Plan) -> Pattern | None:

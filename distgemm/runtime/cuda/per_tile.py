@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from distgemm.gemm.cubins import open_cubin
 from distgemm.gemm.nvcc import KernelSource, build_together
-from distgemm.gemm.per_tile.bind import RATES, params_of
+from distgemm.gemm.per_tile.bind import params_of
 from distgemm.gemm.per_tile.epochs import before
 from distgemm.gemm.per_tile.kernel import Launch
 from distgemm.gemm.per_tile.params import Params
@@ -225,7 +225,7 @@ class PerTileExecutable(GpuExecutable):
             c=given.get("C"),
             beta=float(beta),
             gathered=gathered,
-            gb_per_s=RATES[traits.pattern],
+            gb_per_s=traits.gb_per_s,
             executable=self.number,
         )
         return Launch(traits, params, self._blocks, self.device.index or 0)
