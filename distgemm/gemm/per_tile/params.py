@@ -127,7 +127,7 @@ class Params(ctypes.Structure):
         *_fields(ctypes.c_int64, "shard_stride", "gathered_stride"),
         *_fields(ctypes.c_int32, "m", "n", "k", "rank_rows", "loaded_m"),
         *_fields(ctypes.c_uint32, "slices", "picoseconds_per_kib", "by_columns"),
-        ("padding", ctypes.c_uint32 * 12),
+        ("padding", ctypes.c_uint32 * 26),
     )
 
     @classmethod
