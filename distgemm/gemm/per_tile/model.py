@@ -62,6 +62,8 @@ TILES: Mapping[tuple[int, int], TileCosts] = MappingProxyType(
 """Fitted, but for these. 64x256: of the first kernels (``per_tile_2xh100.json``). Not measured in per-tile kernels:
 64x64 is a guess; 128x224 lies between its neighbours; 128x160 and tiles of 256 rows are to 128x192 and 128x256 as
 CUTLASS's kernels with these tiles on an H200 (:data:`distgemm.gemm.tiles.TILES`)."""
+COOPERATIVE_US = 1.8
+"""The least overhead of a cooperative tile, whose warp groups multiply nothing meanwhile: that of 128x256."""
 MEMORY_SHARE = 0.77
 """Of the machine's rate of memory, what operands reach that several waves of tiles read. Fitted."""
 
@@ -211,7 +213,7 @@ class _Replay:
             numbers[cluster] += 1
             multiplied = max(begins, groups[cluster][group]) + max(self.multiply_us, read_us)
             multiplied = max(multiplied, operands.get((tile.distance, tile.block), 0.0))
-            free = multiplied + self.tile.overhead
+            free = multiplied + (self.tile.overhead if pingpong else max(self.tile.overhead, COOPERATIVE_US))
             if gathers or (to_owners and not tile.distance):
                 free += write
             elif self.gemm.spans:  # the first rank has the first rows
