@@ -190,7 +190,7 @@ class _Replay:
         write = self.subtiles * costs.write_subtile
         high = traits.tile[0] * traits.cluster[0]
         add = (self.gemm.ranks if traits.one_shot else self.peers) * self.subtiles * costs.sum_subtile
-        operands = self._operands() if gathers and not self.arrived else {}
+        operands = self._operands() if gathers and self.peers and not self.arrived else {}
         link = end = costs.start  # when the link is free, and when all is done
         if operands:
             end += self.gemm.pieces.pieces * self._piece_us() + costs.stored
@@ -246,7 +246,9 @@ class _Replay:
         return max(end, self.least_us)
 
     def _piece_us(self) -> float:
-        return PIECE_ROWS * PIECE_BYTES / (self.costs.send_gb_per_s * 1e3)
+        """The time of a piece on the link, where a rank's own pieces do not go."""
+        size = min(PIECE_ROWS, self.gemm.rank_rows) * PIECE_BYTES * self.peers / len(self.gemm.pieces.receivers)
+        return size / (self.costs.send_gb_per_s * 1e3)
 
     def _operands(self) -> dict[tuple[int, int], float]:
         """When tiles of a block of a shard can be multiplied at the earliest, as far as pieces hold them back."""
