@@ -36,7 +36,7 @@ from distgemm.gemm.per_tile.epochs import TICKET_BITS
 from distgemm.gemm.per_tile.kernel import GATHERING, KernelTraits, Launch
 from distgemm.gemm.per_tile.local import LocalRanks
 from distgemm.gemm.per_tile.params import CONTROL_BYTES, Control
-from distgemm.gemm.per_tile.select import CONFIGS, FEW_ROWS, traits_of
+from distgemm.gemm.per_tile.select import CONFIGS, SPANNING, traits_of
 from distgemm.measure.models import MODELS
 from distgemm.measure.timing import time_launches
 from distgemm.schedulers import Pattern
@@ -147,7 +147,7 @@ def rows(tokens: Sequence[int], only: Sequence[str]) -> Iterator[Row]:
 def kernels(row: Row, ranks: int, sends: bool) -> dict[str, tuple[KernelTraits, Variant]]:
     """Those that executables have, and the same without spanning; 64x128 with clusters of 1x2 only for 64 rows."""
     found = {}
-    for config in dict.fromkeys((*CONFIGS[row.pattern], *FEW_ROWS)):
+    for config in dict.fromkeys((*CONFIGS[row.pattern], *SPANNING)):
         traits = traits_of(config, row.pattern)
         spans = may_span(traits, ranks, row.m // ranks)
         traits = replace(traits, sends=sends and traits.sends)

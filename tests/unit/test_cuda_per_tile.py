@@ -88,10 +88,10 @@ def test_every_schedule_is_executed_or_refused_by_name(schedule: str) -> None:
         a, d = plan.shard_shape("A", 1), plan.shard_shape("D", 1)
         by_columns, one_shot = schedule == BY_COLUMNS, schedule == "all_reduce_1d_one_shot_a"
         n = d[1] // 4 if by_columns else d[1]
-        assert (gemm.m, gemm.n, gemm.k) == (512 if by_columns or one_shot else 128, n, a[1])
+        assert (gemm.rank_rows, gemm.n, gemm.k) == (512 if by_columns or one_shot else 128, n, a[1])
         assert gemm.by_columns == by_columns
-        one_shard = one_shot or gemm.traits.pattern == "a2a+gemm"
-        assert gemm.traits.one_shot == one_shot and gemm.order.shards == (1 if one_shard else 4)
+        one = one_shot or gemm.spans or gemm.traits.pattern == "a2a+gemm"
+        assert gemm.traits.one_shot == one_shot and gemm.order.shards == (1 if one else 4)
         assert gemm.traits.sends == gemm.traits.gathers == (gemm.traits.pattern in {"ag+gemm", "a2a+gemm"})
     else:
         message = REFUSED[schedule] if axes == 1 else r"one axis, got the mesh \(2, "

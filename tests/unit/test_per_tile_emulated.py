@@ -303,6 +303,7 @@ def test_tiles_that_span_shards(
         if b_major == "n":
             given["b"] = given["b"].T.contiguous().T
     ranks = Ranks(gemm, tensors)
+    assert described(ranks.params[1].d).shape == (1, *wanted[0].shape)
     if sends:
         for rank in range(gemm.ranks):
             ranks.send(rank)

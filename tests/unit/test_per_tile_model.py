@@ -66,6 +66,20 @@ def test_a_one_shot_all_reduce_sends_all_tiles_to_all_peers(ranks: int) -> None:
             assert found.link == pytest.approx(slow.start + 2 * m * 8192 * 2 * (ranks - 1) / 5e3)
 
 
+@pytest.mark.parametrize(("pattern", "sent"), [("ag+gemm", 16384), ("gemm+rs", 13312)])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_tiles_that_span_shards_read_b_once(pattern: Pattern, sent: int, ranks: int) -> None:
+    """A rank sends its rows of A, or each peer's rows of D, and no padding. Few rows then cost less than half."""
+    traits = traits_of("128x128x64_1x2_cooperative", pattern)
+    ends = RankGemm(traits, tuple(range(1, ranks)), 128 // ranks, 13312, 16384)
+    one = replace(ends, m=128, spans=True)
+    found = predict_per_tile(one, Costs(MACHINE, send_gb_per_s=5.0, store_gb_per_s=5.0))
+    assert found.link == pytest.approx(2.5 + 128 * sent * 2 * (ranks - 1) / ranks / 5e3)
+    assert found.bound == "link" and found.link < found.time < 1.1 * found.link + 150
+    few, whole = (predict_per_tile(gemm, Costs(MACHINE)).time for gemm in (one, ends))
+    assert few < (1 / ranks + 0.12) * whole
+
+
 def test_pieces_of_a_batch_arrive_together() -> None:
     """Where the other shard is one batch, its tiles are multiplied behind all of it; else while the rest arrives."""
     costs = Costs(UNLIMITED)

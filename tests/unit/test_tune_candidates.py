@@ -18,7 +18,7 @@ from distgemm.bench.choices import UNFUSED_PROGRAMS
 from distgemm.gemm.cublas import CublasProvider
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.per_tile.model import Costs, predict_per_tile
-from distgemm.gemm.per_tile.select import CONFIGS, FEW_ROWS, ONE_SHOT, gemm_of
+from distgemm.gemm.per_tile.select import CONFIGS, ONE_SHOT, SPANNING, gemm_of
 from distgemm.measure.models import MODELS
 from distgemm.runtime.executable import ExecutionConfig
 from distgemm.schedulers import PATTERNS, Pattern, registry
@@ -136,7 +136,7 @@ def test_per_tile_kernels_are_considered(pattern: Pattern) -> None:
     assert [config.execution.config for config in found] == [*CONFIGS[pattern][:-1]]
     few = candidates.predictions(GemmProblem(256, 8192, 8192), pattern, 4)
     tiles = [config.execution.config for config in few if config.execution.execution == "per_tile"]
-    spanning = FEW_ROWS[:1] if pattern in {"ag+gemm", "gemm+rs"} else ()
+    spanning = SPANNING[:1] if pattern in {"ag+gemm", "gemm+rs"} else ()
     assert tiles == [*CONFIGS[pattern], *spanning]
     for config, time in found.items():
         gemm = gemm_of(config.plan(problem, 4), config.execution.config)
@@ -166,7 +166,7 @@ def test_why_per_tile_kernels_are_not_considered(
 ) -> None:
     with caplog.at_level(logging.INFO, "distgemm"):
         found = list(candidates._per_tile(problem, "ag+gemm", 4, Machine.load(candidates.MACHINE)))
-    assert found == [] and len(caplog.records) in {1, len({*CONFIGS["ag+gemm"], *FEW_ROWS})} and reason in caplog.text
+    assert found == [] and len(caplog.records) in {1, len({*CONFIGS["ag+gemm"], *SPANNING})} and reason in caplog.text
 
 
 @pytest.mark.parametrize(("pattern", "split"), [("gemm+a2a", "n"), ("a2a+gemm", "k")])

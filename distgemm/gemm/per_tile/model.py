@@ -62,6 +62,8 @@ TILES: Mapping[tuple[int, int], TileCosts] = MappingProxyType(
 """Fitted, but for these. 64x256: of the first kernels (``per_tile_2xh100.json``). Not measured in per-tile kernels:
 64x64 is a guess; 128x224 lies between its neighbours; 128x160 and tiles of 256 rows are to 128x192 and 128x256 as
 CUTLASS's kernels with these tiles on an H200 (:data:`distgemm.gemm.tiles.TILES`)."""
+COOPERATIVE_US = 1.8
+"""The least overhead of a cooperative tile, whose warp groups multiply nothing meanwhile: that of 128x256."""
 MEMORY_SHARE = 0.77
 """Of the machine's rate of memory, what operands reach that several waves of tiles read. Fitted."""
 
@@ -192,7 +194,7 @@ class _Replay:
         write = self.subtiles * costs.write_subtile
         high = traits.tile[0] * traits.cluster[0]
         add = (self.gemm.ranks if traits.one_shot else self.peers) * self.subtiles * costs.sum_subtile
-        operands = self._operands() if gathers and not self.arrived else {}
+        operands = self._operands() if gathers and self.peers and not self.arrived else {}
         link = end = costs.start  # when the link is free, and when all is done
         if operands:
             end += self.gemm.pieces.pieces * self._piece_us() + costs.stored
@@ -215,7 +217,7 @@ class _Replay:
             numbers[cluster] += 1
             multiplied = max(begins, groups[cluster][group]) + max(self.multiply_us, read_us)
             multiplied = max(multiplied, operands.get((tile.distance, tile.block), 0.0))
-            free = multiplied + self.tile.overhead
+            free = multiplied + (self.tile.overhead if pingpong else max(self.tile.overhead, COOPERATIVE_US))
             if gathers or (to_owners and not tile.distance):
                 free += write
             elif self.gemm.spans:  # the first rank has the first rows
@@ -248,7 +250,9 @@ class _Replay:
         return max(end, self.least_us)
 
     def _piece_us(self) -> float:
-        return PIECE_ROWS * PIECE_BYTES / (self.costs.send_gb_per_s * 1e3)
+        """The time of a piece on the link, where a rank's own pieces do not go."""
+        size = min(PIECE_ROWS, self.gemm.rank_rows) * PIECE_BYTES * self.peers / len(self.gemm.pieces.receivers)
+        return size / (self.costs.send_gb_per_s * 1e3)
 
     def _operands(self) -> dict[tuple[int, int], float]:
         """When tiles of a block of a shard can be multiplied at the earliest, as far as pieces hold them back."""

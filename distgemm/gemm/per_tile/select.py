@@ -17,7 +17,7 @@ from distgemm.plan.problem import DTYPE_BYTES
 from distgemm.schedulers import Pattern
 from distgemm.simulator.machine import Machine
 
-__all__ = ["CONFIGS", "FEW_ROWS", "MACHINE", "ONE_SHOT", "ROW_BYTES", "configs_of", "gemm_of", "traits_of"]
+__all__ = ["CONFIGS", "SPANNING", "MACHINE", "ONE_SHOT", "ROW_BYTES", "configs_of", "gemm_of", "traits_of"]
 
 LARGE = "128x256x64_2x1_cooperative"
 WIDE = ("256x192x64_1x2_cooperative", "256x160x64_1x2_cooperative", LARGE)
@@ -32,7 +32,7 @@ CONFIGS: dict[Pattern, tuple[str, ...]] = {
 """Those that are worth a try, from large products to small ones. The last one is for shards of 64 rows."""
 ONE_SHOT = ("64x64x64_1x2_pingpong", "64x128x64_1x2_pingpong")
 """Those of one-shot all-reduces, which are for few rows."""
-FEW_ROWS = ("128x128x64_1x2_cooperative", *ONE_SHOT)
+SPANNING = ("128x128x64_1x2_cooperative", *ONE_SHOT)
 """Those of few rows whose tiles span shards."""
 SHORT_M = 64
 """Rows of a shard, up to which clusters of one row of tiles, of 64 rows, are worth a try."""
@@ -62,7 +62,7 @@ def configs_of(plan: Plan) -> tuple[str, ...]:
     m = plan.problem.m // (1 if by_columns else plan.world_size)
     # The last one equals the one before, unless half of that one's clusters would be padding.
     found = CONFIGS[pattern] if m <= SHORT_M else CONFIGS[pattern][:-1]
-    spanning = [config for config in FEW_ROWS if may_span(traits_of(config, pattern), plan.world_size, m)]
+    spanning = [config for config in SPANNING if may_span(traits_of(config, pattern), plan.world_size, m)]
     return tuple(dict.fromkeys((*found, *spanning)))
 
 

@@ -232,12 +232,10 @@ class PerTileExecutable(GpuExecutable):
 
     def _has_rows(self, name: str, x: Tensor) -> bool:
         """Whether rows of A or B are contiguous; otherwise columns are."""
-        (rows, columns), (row_stride, column_stride) = x.shape, x.stride()
-        if column_stride == 1 and (row_stride >= columns or rows == 1):
-            return True
+        by_rows, by_columns = _contiguous(x)
         sent = name == "A" and self.gemm.traits.sends
-        if row_stride == 1 and column_stride >= rows and not sent:
-            return False
+        if by_rows or (by_columns and not sent):
+            return by_rows
         raise ValueError(
             f"{name}'s shard on rank {self.rank} has contiguous rows{'' if sent else ' or columns'} that do not "
             f"overlap, got strides {x.stride()}; pass it as .contiguous()"
@@ -248,14 +246,17 @@ def _is_readable(name: str, x: Tensor) -> bool:
     """Whether a per-tile kernel reads such a tensor: rows, or columns of B, that begin at multiples of 16 bytes."""
     if name in {"C", "bias"}:
         return x.stride(-1) == 1
-    rows, columns = x.shape[-2:]
-    row_stride, column_stride = x.stride()[-2:]
-    by_rows = column_stride == 1 and (row_stride >= columns or rows == 1)
-    by_columns = name == "B" and row_stride == 1 and column_stride >= rows
-    pitch = (row_stride if rows > 1 else columns) if by_rows else column_stride
-    return (by_rows or by_columns) and not any(
+    by_rows, by_columns = _contiguous(x)
+    pitch = x.stride(-1) if not by_rows else x.stride(-2) if x.shape[-2] > 1 else x.shape[-1]
+    return (by_rows or (by_columns and name == "B")) and not any(
         number % ROW_BYTES for number in (x.data_ptr(), pitch * x.element_size())
     )
+
+
+def _contiguous(x: Tensor) -> tuple[bool, bool]:
+    """Whether rows of a matrix are contiguous, and whether columns are; they do not overlap."""
+    (rows, columns), (row_stride, column_stride) = x.shape[-2:], x.stride()[-2:]
+    return column_stride == 1 and (row_stride >= columns or rows == 1), row_stride == 1 and column_stride >= rows
 
 
 if TYPE_CHECKING:
