@@ -397,28 +397,36 @@ def test_descriptors_and_slots_lie_within_the_memory(pattern: str) -> None:
 @pytest.mark.parametrize("cluster", [(1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("tile", [(128, 128), (128, 160), (128, 224), (256, 128)])
 @pytest.mark.parametrize(("a_major", "b_major"), [("k", "k"), ("m", "n")])
-@pytest.mark.parametrize("m", [200, 40, 8])
-def test_boxes_fill_a_stage(
-    m: int, tile: tuple[int, int], cluster: tuple[int, int], a_major: Any, b_major: Any
-) -> None:
-    """The boxes that all blocks of a cluster load have the bytes that the barrier of a stage expects (load_).
-
-    Of A they have all rows of a tile, or of a shard that has fewer.
-    """
+def test_boxes_fill_a_stage(tile: tuple[int, int], cluster: tuple[int, int], a_major: Any, b_major: Any) -> None:
+    """The boxes that all blocks of a cluster load have the bytes that the barrier of a stage expects (load_)."""
     traits = KernelTraits("gemm+rs", tile, cluster, a_major=a_major, b_major=b_major)
-    gemm = RankGemm(traits, (1, 2), m, 328, 640)
+    gemm = RankGemm(traits, (1, 2), 400, 328, 640)
     given = tensors_of(gemm)
     if a_major == "m":
         given |= {name: given[name].T.contiguous().T for name in "ab"}
     params = params_of(gemm, space_of(gemm, 0), **given)
     boxes, total = [Recorded.from_buffer_copy(x).box for x in (params.a, params.b)], 0
-    rows = params.loaded_m
-    assert min(m, tile[0]) <= rows <= tile[0] and (a_major == "m" or rows < m + 8 * cluster[1])
-    for box, columns, blocks in zip(boxes, (rows, traits.loaded_columns), reversed(cluster), strict=True):
+    for box, columns, blocks in zip(boxes, (tile[0], traits.loaded_columns), reversed(cluster), strict=True):
         copies = 1 if a_major == "k" else columns // box[0]
         assert box[0] == 64 and copies * box[0] * box[1] * blocks == columns * 64 and box[1] % 8 == 0
         total += copies * box[0] * box[1] * blocks * 2
     assert traits.stages * total <= 227 << 10
+    if a_major == "k":
+        assert (params.box_m, params.loaded_m) == (tile[0] // cluster[1],) * 2
+
+
+@pytest.mark.usefixtures("_driver")
+@pytest.mark.parametrize("m", [1, 4, 8, 9, 16, 40, 127])
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_a_stage_has_the_rows_that_exist(blocks: int, m: int) -> None:
+    """All rows of A are loaded, once, by boxes that begin where the swizzle does, and that have few other rows."""
+    gemm = RankGemm(KernelTraits("gemm+rs", (128, 128), (1, blocks)), (1, 2), m, 328, 640)
+    params = params_of(gemm, space_of(gemm, 0), **tensors_of(gemm))
+    assert Recorded.from_buffer_copy(params.a).box[1] == params.box_m
+    begins = [block * params.loaded_m for block in range(blocks) if block * params.loaded_m < m]  # of those that load
+    loaded = [begin + row for begin in begins for row in range(params.box_m)]
+    assert len(set(loaded)) == len(loaded) and set(range(m)) <= set(loaded) and max(loaded) < min(m + 15, 128)
+    assert all(begin % 8 == 0 for begin in begins)
 
 
 @pytest.mark.usefixtures("_driver")

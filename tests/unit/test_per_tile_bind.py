@@ -134,7 +134,7 @@ def test_kernels_compile(traits: KernelTraits) -> None:
     control = [cubin.number(name) for name in ("control.dead", "control.begun", "control")]
     assert control == [Control.dead.offset, Control.begun.offset, CONTROL_BYTES]
     fields = {name: fact for name, fact in cubin.facts.items() if fact.size}
-    assert len(fields) == 19
+    assert len(fields) == 20
     for name, fact in fields.items():
         kind: Any = Params
         offset = 0

@@ -187,7 +187,7 @@ struct alignas(128) Params {
   int64_t shard_stride, gathered_stride;  // elements
   int32_t m, n, k;       // rows of a shard, columns of D, and columns of A on this rank
   int32_t rank_rows;     // of m: those of a rank, where tiles span shards. Otherwise m
-  int32_t loaded_m;      // rows of A in a stage: fewer than a tile has if a shard has fewer
+  int32_t box_m, loaded_m;  // rows of A in a box, and from one to the next: fewer than in a tile if a shard has fewer
   uint32_t slices;       // of these columns
   uint32_t picoseconds_per_kib;
   uint32_t by_columns;  // all-reduce: m is rows of D, and n columns of a shard
@@ -513,7 +513,16 @@ class Kernel {
     for (; exists_(ticket); ticket = next(), ++number) {
       Clock const clock = ticket.clock;
       Tile const tile = tile_(ticket);
-      bool const inside = int32_t(tile.row * kTileM) < params_.m;  // of A
+      int32_t const rows = params_.m - int32_t(tile.row * kTileM);  // of A, from the first one of the tile on
+      bool const inside = rows > 0;
+      // Which of the blocks that share a tile's rows of A load some: those whose first row exists. The others' rows of
+      // the stage have anything.
+      bool const loads_a = !DG_A_K_MAJOR || int32_t(block_ / kClusterM) * params_.loaded_m < rows;
+      uint32_t bytes_a = kStageA;
+      if constexpr (DG_A_K_MAJOR) {
+        bytes_a = 0;
+        for (int i = 0; i < kClusterN; ++i) bytes_a += i * params_.loaded_m < rows ? params_.box_m * kLine : 0;
+      }
       uint32_t const of_tile = rank_at_(tile.distance);
       uint32_t const slices = params_.slices * (kFromHolders ? spaces_.ranks : 1);
       uint32_t arrived = 0, first_slice = 0;  // slices from the first on that have arrived, as bits
@@ -543,13 +552,15 @@ class Kernel {
           for (uint32_t k = from.number * kSliceTiles; k < end; ++k) {
             uint64_t& full = storage_.full[stage.index];
             Barrier::wait(storage_.empty[stage.index], stage.phase ^ 1);
-            Barrier::expect(full, params_.loaded_m * kLine + kStageB);
-            load_<kClusterN, kTileM, kTileM, DG_A_K_MAJOR>(
-                map_a, storage_.a[stage.index], full, params_.loaded_m, block_ / kClusterM, block_ % kClusterM, kClusterM,
-                k, tile.row, matrix_a);
+            Barrier::expect(full, bytes_a + kStageB);
+            if (loads_a) {
+              load_<kClusterN, kTileM, kTileM, DG_A_K_MAJOR>(
+                  map_a, storage_.a[stage.index], full, params_.loaded_m, block_ / kClusterM, block_ % kClusterM, kClusterM,
+                  k, tile.row, matrix_a);
+            }
             load_<kClusterM, kTileN, kLoadedN, DG_B_K_MAJOR>(
-                params_.b, storage_.b[stage.index], full, kTileN, block_ % kClusterM, block_ / kClusterM * kClusterM, 1,
-                k, tile.column, matrix_b);
+                params_.b, storage_.b[stage.index], full, kTileN / kClusterM, block_ % kClusterM,
+                block_ / kClusterM * kClusterM, 1, k, tile.column, matrix_b);
             stage.advance();
           }
           if (block_ == 0 && slice == pass_at) pass_on_(taken, number);
@@ -584,7 +595,7 @@ class Kernel {
   }
 
   // Loads this block's share of a stage of an operand, and gives it to all blocks that need it. The share is one of
-  // kShares: of the first rows of the tile, `rows` of them; or of k, where columns are contiguous, which are loaded in
+  // kShares: so many rows, each share that many behind the one before; or of k, where columns are contiguous, which are loaded in
   // boxes, kLoaded of them. The blocks are `first`, `first + distance`, ...
   template <int kShares, int kRows, int kLoaded, bool kMajor>
   CUTE_DEVICE void load_(
@@ -602,7 +613,7 @@ class Kernel {
     };
     int32_t const begin = row * kRows, depth = k * kTileK;
     if constexpr (kMajor) {
-      int32_t const first_row = share * (rows / kShares);
+      int32_t const first_row = share * rows;
       copy(to + first_row * kLine, depth, begin + first_row);
     } else {
       constexpr int lines = kTileK / kShares;  // of a box
@@ -1342,7 +1353,7 @@ DG_FACTS{
     DG_FIELD(received), DG_FIELD(gathered), DG_FIELD(order.lead), DG_FIELD(order.distances), DG_FIELD(pieces.distances),
     DG_FIELD(workspaces.words_of_buffer), DG_FIELD(workspaces.executable), DG_FIELD(workspaces.epochs_a_replay),
     DG_FIELD(terms.beta), DG_FIELD(terms.c_stride), DG_FIELD(shard), DG_FIELD(gathered_at), DG_FIELD(gathered_stride), DG_FIELD(k),
-    DG_FIELD(rank_rows), DG_FIELD(loaded_m),
+    DG_FIELD(rank_rows), DG_FIELD(box_m), DG_FIELD(loaded_m),
     DG_FIELD(slices), DG_FIELD(picoseconds_per_kib), DG_FIELD(by_columns),
     DG_NUMBER("control.dead", offsetof(Control, dead)), DG_NUMBER("control.begun", offsetof(Control, begun)),
     DG_NUMBER("control", sizeof(Control))};

@@ -239,10 +239,18 @@ class RankGemm:
         return 2 * self.ranks * tiles * rows * traits.tile[1] * BYTES[traits.partial_dtype]
 
     @property
-    def loaded_rows(self) -> int:
-        """Rows of A in a stage of operands: those of a tile, or only as many as a shard has, if it has fewer."""
-        rows, step = self.traits.tile[0], SWIZZLE_ROWS * self.traits.cluster[1]
-        return min(rows, -(-self.m // step) * step) if self.traits.a_major == "k" else rows
+    def loaded_rows(self) -> tuple[int, int]:
+        """Rows of A in a box that a thread block loads into a stage, and rows from one box to the next.
+
+        Thread blocks of a cluster divide the rows of a tile, or of a shard that has fewer. A row that does not exist takes
+        as long as another one.
+        """
+        rows, blocks = self.traits.shares[0]
+        if self.traits.a_major == "m":  # a box has all rows
+            return rows, rows
+        step = SWIZZLE_ROWS * blocks
+        apart = min(rows, -(-self.m // step) * step) // blocks
+        return min(apart, self.m), apart
 
 
 @dataclass(frozen=True)
@@ -328,7 +336,7 @@ def params_of(
     traits, of = gemm.traits, gemm.matrices
     share_a, share_b = (extent // blocks for extent, blocks in traits.shares)
     if traits.a_major == "k":
-        share_a = gemm.loaded_rows // traits.cluster[1]
+        share_a = gemm.loaded_rows[0]
     params = structs.Params.new()
     _describe(params.a, "A", a, traits.dtype, of["a"], share_a, traits.a_major == "k")
     _describe(params.b, "B", b, traits.dtype, of["b"], share_b, traits.b_major == "k")
@@ -365,7 +373,8 @@ def params_of(
         terms.c, terms.c_stride = c.data_ptr(), c.stride(0)
     params.shard, params.shard_stride = a.data_ptr(), pitch_of(a)
     params.m, params.n, params.k, params.slices = gemm.m, gemm.n, gemm.k, gemm.pieces.slices
-    params.rank_rows, params.loaded_m, params.by_columns = gemm.rank_rows, gemm.loaded_rows, gemm.by_columns
+    params.rank_rows, params.by_columns = gemm.rank_rows, gemm.by_columns
+    params.box_m, params.loaded_m = gemm.loaded_rows
     params.picoseconds_per_kib = round(1024 * 1000 / gb_per_s) if gb_per_s else 0
     return params
 

@@ -125,9 +125,9 @@ class Params(ctypes.Structure):
         ("terms", Terms),
         *_fields(ctypes.c_uint64, "shard", "gathered_at"),
         *_fields(ctypes.c_int64, "shard_stride", "gathered_stride"),
-        *_fields(ctypes.c_int32, "m", "n", "k", "rank_rows", "loaded_m"),
+        *_fields(ctypes.c_int32, "m", "n", "k", "rank_rows", "box_m", "loaded_m"),
         *_fields(ctypes.c_uint32, "slices", "picoseconds_per_kib", "by_columns"),
-        ("padding", ctypes.c_uint32 * 26),
+        ("padding", ctypes.c_uint32 * 25),
     )
 
     @classmethod
