@@ -254,7 +254,7 @@ class _OneGpu(_Place):
     def launch(self, traits: KernelTraits, variant: Variant) -> tuple[Launch, torch.Tensor]:
         row, gemm = self.row, self.gemm(traits, variant)
         gathers = gemm.traits.gathers
-        sizes = gemm.flags, gemm.slot_bytes, gemm.word_bytes
+        sizes = gemm.flags, gemm.slot_bytes, gemm.packet_bytes
         layout = Space((), 0, *sizes)
         memory = torch.zeros(TP, layout.size, dtype=torch.uint8, device="cuda")
         own = memory[0]

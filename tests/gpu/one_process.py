@@ -127,7 +127,7 @@ class Ranks:
 
     def _executable(self, rank: int, plan: Plan, execution: ExecutionConfig) -> CudaExecutable:
         def workspace_for(
-            group: Any, device: torch.device, slot_bytes: int, flags: int, kind: Any, word_bytes: int
+            group: Any, device: torch.device, slot_bytes: int, flags: int, kind: Any, packet_bytes: int
         ) -> Workspace:
             found = self.workspaces[rank]
             if slot_bytes > found.slot_bytes or flags > found.flags:

@@ -78,6 +78,8 @@ def check(there: LocalRanks, calls: Calls) -> None:
 
 def replay_in_turn(there: LocalRanks, prepared: list[Any]) -> None:
     """100 replays of launches in turn, by ranks in random order, of which some are late. No host waits in between."""
+    torch.cuda._sleep(1)  # CUDA loads its kernel here: later, it would wait for kernels that wait for each other
+    torch.cuda.synchronize()
     for number in range(100):
         for rank in torch.randperm(len(there.streams)).tolist():
             with torch.cuda.stream(there.streams[rank]):

@@ -261,19 +261,19 @@ def one_shot_gemm(ranks: int = 3, m: int = 40) -> RankGemm:
     return RankGemm(traits, tuple(range(1, ranks)), m, 328, 640)
 
 
-def test_words_of_a_one_shot_kernel() -> None:
+def test_packets_of_a_one_shot_kernel() -> None:
     """Sums carry their epochs, so there are no flags and slots, and no results come."""
     gemm = one_shot_gemm()
     assert (gemm.flags, gemm.slot_bytes, gemm.traits.takes) == (0, 0, False)
-    assert gemm.word_bytes == 2 * 3 * 4 * 40 * 128 * 2  # ranks, tiles, rows and columns
+    assert gemm.packet_bytes == 2 * 3 * 4 * 40 * 128 * 2  # ranks, tiles, rows and columns
     assert [(tile.distance, tile.column) for tile in gemm.order] == [(0, 0), (0, 1)]
 
 
 @pytest.mark.parametrize("m", [1, 8, 40, 64, 200])
 @pytest.mark.parametrize(("tile", "pingpong"), [((64, 64), True), ((64, 96), True), ((128, 128), False)])
 @pytest.mark.parametrize("partial_dtype", ["bfloat16", "float32"])
-def test_words_lie_apart(partial_dtype: str, tile: tuple[int, int], pingpong: bool, m: int) -> None:
-    """exchange_sums_ in per_tile.cu: where the words of all elements of D lie, 16 bytes at a time."""
+def test_packets_lie_apart(partial_dtype: str, tile: tuple[int, int], pingpong: bool, m: int) -> None:
+    """exchange_sums_ in per_tile.cu: where the packets of all elements of D lie, 16 bytes at a time."""
     traits = KernelTraits("gemm+ar", tile, (1, 2), pingpong, partial_dtype=partial_dtype, one_shot=True)
     gemm = RankGemm(traits, (1, 2), m, 328, 64)
     size = 4 if partial_dtype == "float32" else 2
@@ -292,7 +292,7 @@ def test_words_lie_apart(partial_dtype: str, tile: tuple[int, int], pingpong: bo
                 places.add(source * tiles * groups * pairs * 512 + of_rank)
     columns = tiles // gemm.order.blocks * tile[1]
     assert len(places) * 16 == 2 * 3 * m * columns * size  # no two are the same
-    assert max(places) + 16 <= gemm.word_bytes
+    assert max(places) + 16 <= gemm.packet_bytes
 
 
 @pytest.mark.parametrize("m", [1, 5, 64, 100])

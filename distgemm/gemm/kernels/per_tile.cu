@@ -10,8 +10,8 @@
 //                      peer whose tile it is                       slots, and stores to D
 //   DG_ALL_REDUCE      the same; warp 1 takes the result to D      the same, and stores the result to slots at all
 //                      once the owner has stored it in a slot      peers
-//   DG_ONE_SHOT        there is none                               its partial sum goes to all peers, word by word; adds
-//                                                                  those of all ranks, and stores to D
+//   DG_ONE_SHOT        there is none                               its partial sum goes to all peers in packets; adds those
+//                                                                  of all ranks, and stores to D
 //   DG_TO_OWNERS       its result goes to a slot at the peer       stores to D; warp 1 takes to D what peers made of
 //                      that has its columns of D                   their rows
 //   DG_FROM_HOLDERS    there is none                               A's columns of other ranks come from slots, slice by
@@ -193,12 +193,12 @@ struct alignas(128) Params {
   uint32_t by_columns;  // all-reduce: m is rows of D, and n columns of a shard
 };
 
-// Two words of a partial sum of a one-shot kernel.
-struct Words {
+// Two packets of a partial sum of a one-shot kernel.
+struct Packets {
   uint64_t first, second;  // 4 bytes of the sum, and the lowest 32 bits of the epoch above them
 
-  Words() = default;
-  CUTE_DEVICE Words(uint32_t first, uint32_t second, uint32_t epoch)
+  Packets() = default;
+  CUTE_DEVICE Packets(uint32_t first, uint32_t second, uint32_t epoch)
       : first(uint64_t(epoch) << 32 | first), second(uint64_t(epoch) << 32 | second) {}
   CUTE_DEVICE bool are_of(uint32_t epoch) const { return first >> 32 == epoch && second >> 32 == epoch; }
   CUTE_DEVICE uint2 data() const { return {uint32_t(first), uint32_t(second)}; }
@@ -209,7 +209,7 @@ struct Words {
     asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(first), "l"(second) : "memory");
   }
 };
-constexpr uint32_t kWordBytes = 32 * sizeof(Words);  // of a warp
+constexpr uint32_t kPacketBytes = 32 * sizeof(Packets);  // of a warp
 
 // What the blocks of a cluster learn of a ticket.
 struct alignas(16) Ticket {
@@ -1148,23 +1148,23 @@ class Kernel {
   }
 
   // One-shot: stores the partial sum of a tile at all peers, and adds those of all ranks, in the order of ranks: so all
-  // have the same bits. Words of 8 bytes carry 4 bytes of a sum and 4 of the epoch. A word comes as a whole, so it needs no
-  // flag, and no fence. A thread has two words at a time, of a row of its 8 x 8 elements. Rows that do not exist have none.
+  // have the same bits. Packets of 8 bytes carry 4 bytes of a sum and 4 of the epoch. A packet comes as a whole, so it needs
+  // no flag, and no fence. A thread stores two at a time. Rows that do not exist have none.
   template <class Sums>
   CUTE_DEVICE void exchange_sums_(Sums& sums, Clock clock, Tile const& tile, int part, int thread) const {
-    constexpr int values = 8 / sizeof(Partial), pairs = kPartN / 4 / values;  // of two words; of words in a row
-    constexpr int halves = kDown * 2, ahead = cute::max(1, 16 / pairs);       // ranks whose words are read at a time
+    constexpr int values = 8 / sizeof(Partial), pairs = kPartN / 4 / values;  // of two packets; of packets in a row
+    constexpr int halves = kDown * 2, ahead = cute::max(1, 16 / pairs);       // ranks whose packets are read at a time
     using Values = cutlass::Array<Partial, values>;
     using Convert = cutlass::NumericArrayConverter<Partial, float, values>;
     uint32_t const epoch = clock.epoch(), groups = (cute::min(int32_t(kTileM), params_.m) + 7) / 8;  // of 8 rows, of a tile
-    uint64_t const of_rank = uint64_t(parts_() / kParts) * groups * pairs * kWordBytes;
+    uint64_t const of_rank = uint64_t(parts_() / kParts) * groups * pairs * kPacketBytes;
     auto const first_row = [&](int half) { return (half / 2 * kParts + part) * kHeight + thread / 32 * 16 + half % 2 * 8; };
     auto const exists = [&](int half) {
       return int32_t(tile.row * kTileM + first_row(half) + lane() / 4) < params_.m;
     };
     auto const at = [&](uint32_t rank, uint32_t source, int half, int pair) {
       uint64_t const number = (uint64_t(part_(tile, 0) / kParts) * groups + first_row(half) / 8) * pairs + pair;
-      return spaces_.word(rank, clock.buffer(), source * of_rank + number * kWordBytes + lane() * 16);
+      return spaces_.packet(rank, clock.buffer(), source * of_rank + number * kPacketBytes + lane() * 16);
     };
     auto const value = [&](int half, int pair, int i) -> float& {
       int const number = pair * values + i;
@@ -1189,7 +1189,7 @@ class Kernel {
         CUTE_UNROLL
         for (int pair = 0; pair < pairs; ++pair) {
           uint2 const words = own[half][pair];
-          Words{words.x, words.y, epoch}.store(at(rank_at_(distance), spaces_.rank, half, pair));
+          Packets{words.x, words.y, epoch}.store(at(rank_at_(distance), spaces_.rank, half, pair));
         }
       }
     }
@@ -1200,7 +1200,7 @@ class Kernel {
       for (int i = 0; i < pairs * values; ++i) value(half, 0, i) = 0.0f;
       CUTE_NO_UNROLL
       for (uint32_t first = 0; first < spaces_.ranks; first += ahead) {
-        Words found[ahead][pairs];
+        Packets found[ahead][pairs];
         auto const load = [&](uint32_t i) {
           CUTE_UNROLL
           for (int pair = 0; pair < pairs; ++pair) found[i][pair].load(at(spaces_.rank, first + i, half, pair));
@@ -1351,7 +1351,7 @@ DG_FACTS{
     DG_KERNEL(kThreads, sizeof(Storage) + kAlignment),
     // params.py has the same structs.
     DG_FIELD(received), DG_FIELD(gathered), DG_FIELD(order.lead), DG_FIELD(order.distances), DG_FIELD(pieces.distances),
-    DG_FIELD(workspaces.words_of_buffer), DG_FIELD(workspaces.executable), DG_FIELD(workspaces.epochs_a_replay),
+    DG_FIELD(workspaces.packets_of_buffer), DG_FIELD(workspaces.executable), DG_FIELD(workspaces.epochs_a_replay),
     DG_FIELD(terms.beta), DG_FIELD(terms.c_stride), DG_FIELD(shard), DG_FIELD(gathered_at), DG_FIELD(gathered_stride), DG_FIELD(k),
     DG_FIELD(rank_rows), DG_FIELD(box_m), DG_FIELD(loaded_m),
     DG_FIELD(slices), DG_FIELD(picoseconds_per_kib), DG_FIELD(by_columns),

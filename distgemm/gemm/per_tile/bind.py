@@ -27,8 +27,8 @@ __all__ = ["LANES", "Matrices", "RankGemm", "Space", "may_span", "params_of"]
 
 SLOT_ALIGNMENT = 1024
 MAX_TICKETS = 1 << TICKET_BITS
-WORD_ROWS = 8
-"""Rows whose words a warp stores together."""
+PACKET_ROWS = 8
+"""Rows whose packets a warp stores together."""
 LANES = 32
 """Of a warp, each of which reads a flag."""
 SMS = 132
@@ -230,20 +230,20 @@ class RankGemm:
         return self.flags * self.traits.part_bytes
 
     @property
-    def word_bytes(self) -> int:
-        """Bytes of words in each buffer of a workspace: twice those of the partial sums of all ranks."""
+    def packet_bytes(self) -> int:
+        """Bytes of packets in each buffer of a workspace: twice those of the partial sums of all ranks."""
         traits = self.traits
         if not traits.one_shot:
             return 0
-        tiles, rows = self.parts // traits.parts, min(traits.tile[0], -(-self.m // WORD_ROWS) * WORD_ROWS)
+        tiles, rows = self.parts // traits.parts, min(traits.tile[0], -(-self.m // PACKET_ROWS) * PACKET_ROWS)
         return 2 * self.ranks * tiles * rows * traits.tile[1] * BYTES[traits.partial_dtype]
 
     @property
     def loaded_rows(self) -> tuple[int, int]:
         """Rows of A in a box that a thread block loads into a stage, and rows from one box to the next.
 
-        Thread blocks of a cluster divide the rows of a tile, or of a shard that has fewer. A row that does not exist takes
-        as long as another one.
+        Thread blocks of a cluster divide the rows of a tile, or of a shard that has fewer. To load a row that does not
+        exist takes as long.
         """
         rows, blocks = self.traits.shares[0]
         if self.traits.a_major == "m":  # a box has all rows
@@ -262,14 +262,14 @@ class Space:
         rank: this rank.
         flags: number of flags in each buffer.
         slot_bytes: bytes of slots in each buffer.
-        word_bytes: bytes of words in each buffer.
+        packet_bytes: bytes of packets in each buffer.
     """
 
     bases: Sequence[int]
     rank: int
     flags: int
     slot_bytes: int
-    word_bytes: int = 0
+    packet_bytes: int = 0
 
     @property
     def flags_at(self) -> int:
@@ -287,14 +287,14 @@ class Space:
         return -(-self.slot_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
     @property
-    def words_at(self) -> int:
-        """Offset of the words."""
+    def packets_at(self) -> int:
+        """Offset of the packets."""
         return self.slots_at + 2 * self.slots_of_buffer
 
     @property
     def size(self) -> int:
         """Bytes of a workspace."""
-        return self.words_at + 2 * self.word_bytes
+        return self.packets_at + 2 * self.packet_bytes
 
 
 def params_of(
@@ -358,7 +358,7 @@ def params_of(
     spaces.base[: gemm.ranks] = list(space.bases)
     spaces.flags, spaces.flags_of_buffer = space.flags_at, space.flags * 8
     spaces.slots, spaces.slots_of_buffer = space.slots_at, space.slots_of_buffer
-    spaces.words, spaces.words_of_buffer = space.words_at, space.word_bytes
+    spaces.packets, spaces.packets_of_buffer = space.packets_at, space.packet_bytes
     spaces.rank, spaces.ranks, spaces.executable = space.rank, gemm.ranks, executable
     spaces.epochs_a_replay = epochs_a_replay
     terms = params.terms

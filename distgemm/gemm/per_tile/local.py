@@ -54,7 +54,7 @@ class LocalRanks:
         self.devices = [rank % gpus for rank in range(gemm.ranks)]
         _give_access(gpus)
         flags = max(one.flags for one in (gemm, *others))
-        sizes = flags, *(max(getattr(one, name) for one in (gemm, *others)) for name in ("slot_bytes", "word_bytes"))
+        sizes = flags, *(max(getattr(one, name) for one in (gemm, *others)) for name in ("slot_bytes", "packet_bytes"))
         layout = Space((), 0, *sizes)
         self.memory: list[torch.Tensor] = []
         for device in self.devices:  # slots are NaN, and flags have no epoch

@@ -151,7 +151,7 @@ def predict_per_tile(gemm: RankGemm, costs: Costs, *, arrived: bool = False) -> 
 
 
 def _stored_share(gemm: RankGemm) -> float:
-    """The share of tiles that is stored at peers: 16 rows at a time of those that exist; in words, twice each row.
+    """The share of tiles that is stored at peers: 16 rows at a time of those that exist; in packets, twice each row.
 
     It is 1 if shards are rows: when these kernels were measured, they stored whole tiles.
     """
@@ -237,7 +237,7 @@ class _Replay:
                     sums[place] = max(sums.get(place, 0.0), arrives)
             elif traits.one_shot:
                 link = max(link, free) + self.peers * self.store_us
-                arrives = 0.0 if self.arrived else link + costs.flag  # words are flags
+                arrives = 0.0 if self.arrived else link + costs.flag  # packets are flags, too
                 free = max(free, arrives) + add + write
             else:
                 free = max(free, sums.get((tile.block, tile.column), 0.0)) + add + write

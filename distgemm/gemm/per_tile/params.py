@@ -94,7 +94,9 @@ class Workspaces(ctypes.Structure):
 
     _fields_ = (
         ("base", ctypes.c_uint64 * RANKS),
-        *_fields(ctypes.c_uint64, "flags", "flags_of_buffer", "slots", "slots_of_buffer", "words", "words_of_buffer"),
+        *_fields(
+            ctypes.c_uint64, "flags", "flags_of_buffer", "slots", "slots_of_buffer", "packets", "packets_of_buffer"
+        ),
         *_fields(ctypes.c_uint32, "rank", "executable", "ranks", "epochs_a_replay"),
     )
 

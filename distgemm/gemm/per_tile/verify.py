@@ -61,7 +61,7 @@ def prove(gemm: RankGemm) -> Proof:
         PlanError: naming what is wrong, and the first tile of which that is so.
     """
     tickets, traits = _tickets(gemm), gemm.traits
-    slots = waits = gemm.flags or (gemm.ranks - 1) * gemm.parts  # at each rank; a one-shot kernel's words are flags
+    slots = waits = gemm.flags or (gemm.ranks - 1) * gemm.parts  # at each rank; packets are flags, too
     if traits.gathers:
         waits = _prove_pieces(gemm, *tickets.shape[1:])
     elif gemm.spans:

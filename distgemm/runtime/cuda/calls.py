@@ -74,7 +74,7 @@ class GpuExecutable(ABC):
         check_agreement(self.plan, arguments, self.group, self.device, problem)
 
     def _join(
-        self, kind: type[SharedWorkspace], slot_bytes: int, flags: int, word_bytes: int = 0, **options: Any
+        self, kind: type[SharedWorkspace], slot_bytes: int, flags: int, packet_bytes: int = 0, **options: Any
     ) -> None:
         """Take part in the group's workspace of a kind, in its watchdog, and in the order of calls on the device.
 
@@ -82,10 +82,10 @@ class GpuExecutable(ABC):
             kind: of the workspace.
             slot_bytes: bytes of slots that a rank needs at most, in each buffer.
             flags: flags that it needs at most.
-            word_bytes: bytes of words that it needs, in each buffer.
+            packet_bytes: bytes of packets that it needs, in each buffer.
             **options: further arguments of the workspace.
         """
-        self.workspace = workspace_for(self.group, self.device, slot_bytes, flags, kind, word_bytes, **options)
+        self.workspace = workspace_for(self.group, self.device, slot_bytes, flags, kind, packet_bytes, **options)
         self.number = self.workspace.register(self)
         self._watched = watchdog().add(self.workspace)
         self._order = call_order(self.device)

@@ -91,7 +91,7 @@ class PerTileExecutable(GpuExecutable):
         except Exception as error:  # raised below, once all ranks know of it
             problem = error
         self._agree(problem)
-        self._join(EpochWorkspace, self.gemm.slot_bytes, self.gemm.flags, self.gemm.word_bytes)
+        self._join(EpochWorkspace, self.gemm.slot_bytes, self.gemm.flags, self.gemm.packet_bytes)
         self._calls: OrderedDict[Any, BoundCall] = OrderedDict()
 
     @property
@@ -132,7 +132,7 @@ class PerTileExecutable(GpuExecutable):
         missing = torch.nonzero(values.flags[: self.gemm.flags] != epoch).flatten().tolist()
         text = "all that it waits for has come, but its kernel has not ended"
         peers = set(late)
-        if self.gemm.traits.one_shot:  # words of sums are not watched
+        if self.gemm.traits.one_shot:  # packets are not watched
             text = "it waits for partial sums" if late else "it waits for partial sums, or its kernel has not ended"
             peers = peers or set(range(self.plan.world_size)) - {self.rank}
         if missing:

@@ -229,7 +229,7 @@ class SharedWorkspace:
         across: for messages to ranks of other hosts; None: there are none.
         slot_bytes: bytes for slots on each rank, in each buffer.
         flags: number of the plan's flags in each buffer.
-        word_bytes: bytes for words of per-tile kernels on each rank, in each buffer.
+        packet_bytes: bytes for packets of per-tile kernels on each rank, in each buffer.
         dead: why no replay can be made any more; None while that is not so.
         replaced: whether a larger workspace has taken its place.
 
@@ -239,7 +239,7 @@ class SharedWorkspace:
 
     slot_bytes: int
     flags: int
-    word_bytes = 0
+    packet_bytes = 0
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, size: int, ranks_per_host: int | None = None
@@ -515,7 +515,7 @@ def workspace_for(
     slot_bytes: int,
     flags: int,
     kind: Callable[..., AnyWorkspace],
-    word_bytes: int = 0,
+    packet_bytes: int = 0,
     **options: Any,
 ) -> AnyWorkspace:
     """The workspace of a kind of a group, which all its executables share. It stays until it is closed.
@@ -527,13 +527,13 @@ def workspace_for(
     key = (group.group_name, device.index, kind, *options.items())
     found: AnyWorkspace | None = _WORKSPACES.get(key)
     if found is not None and found.memory is not None and found.dead is None and found.group is group:
-        if found.slot_bytes >= slot_bytes and found.flags >= flags and found.word_bytes >= word_bytes:
+        if found.slot_bytes >= slot_bytes and found.flags >= flags and found.packet_bytes >= packet_bytes:
             return found
         # Some more than is asked for: shapes that grow slowly would take a new one each.
         slot_bytes = max(slot_bytes, found.slot_bytes + min(found.slot_bytes, MAX_GROWTH_BYTES))
-        flags, word_bytes = max(flags, found.flags), max(word_bytes, found.word_bytes)
-    if word_bytes:
-        options["word_bytes"] = word_bytes
+        flags, packet_bytes = max(flags, found.flags), max(packet_bytes, found.packet_bytes)
+    if packet_bytes:
+        options["packet_bytes"] = packet_bytes
     made = _WORKSPACES[key] = kind(group, device, slot_bytes, max(MIN_PLAN_FLAGS, flags), **options)
     if found is not None and found.memory is not None:
         found.replaced = True
