@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -11,10 +12,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import distgemm
-from distgemm import api
-from distgemm.runtime.checks import HOST_MESH, group_of_hosts
+from distgemm import api, tune
+from distgemm.runtime.checks import HOST_MESH, flat_mesh, resolve_group
 from distgemm.runtime.collective import CollectiveExecutable
 from distgemm.runtime.cuda.workspace import host_group
+from distgemm.runtime.groups import ranks_per_host
+from distgemm.torch_ops.dispatch import CallRecord
+from tests.multiprocess import all_to_all_worker, nn_worker, ops_torch_worker, tune_worker
 from tests.multiprocess.worker import Data
 
 PATTERNS = {
@@ -81,18 +85,16 @@ def device_mesh(mesh: tuple[int, int]) -> list[str]:
         plan, group = compiled(schedule)
         if (plan.mesh, plan.ranks_per_host) != (shape, mesh[1]) or group is not dist.group.WORLD:
             failures.append(f"{schedule}: {plan.mesh}, {plan.ranks_per_host}, {group}")
-    plan, _ = compiled("tensor_parallel_2d_nested", group=None, mesh=mesh)
-    if plan.ranks_per_host is not None:
-        failures.append("a mesh of ranks alone says nothing of hosts")
     other = distgemm.make_plan(problem, "gemm+rs", mesh[0] * mesh[1])
-    a = torch.zeros(4, 4)
     refusals = {
         f"the mesh has {mesh[0]} hosts of {mesh[1]} ranks, and the plan is for 1 of": lambda: distgemm.compile(
             other, group=of_hosts
         ),
-        "the ranks of one host so far; name a schedule": lambda: compiled("auto", pattern="gemm+rs"),
-        "take the ranks of one host so far: group=mesh['rank']": lambda: distgemm.matmul_reduce_scatter(
-            a, a, group=of_hosts
+        f"are on hosts of {mesh[1]} ranks, as an earlier mesh says, got a mesh with hosts of 1": lambda: compiled(
+            "gemm+rs", init_device_mesh("cpu", (mesh[0] * mesh[1], 1), mesh_dim_names=HOST_MESH)
+        ),
+        "A mesh of hosts has the dimensions ('host', 'rank')": lambda: compiled(
+            "gemm+rs", init_device_mesh("cpu", mesh, mesh_dim_names=("dp", "tp"))
         ),
     }
     for wanted, call in refusals.items():
@@ -103,9 +105,9 @@ def device_mesh(mesh: tuple[int, int]) -> list[str]:
             if wanted not in str(error):
                 failures.append(f"{error} is not: {wanted}")
     flat = init_device_mesh("cpu", (1, *mesh), mesh_dim_names=("replica", *HOST_MESH))["host", "rank"]
-    group, hosts = group_of_hosts(flat)
-    if hosts != mesh or group is not dist.group.WORLD:
-        failures.append(f"a part of a larger mesh: {group}, {hosts}")
+    group = resolve_group(flat)
+    if ranks_per_host(group) != mesh[1] or group is not dist.group.WORLD:
+        failures.append(f"a part of a larger mesh: {group}, {ranks_per_host(group)}")
     return failures
 
 
@@ -137,3 +139,80 @@ def run(mesh: tuple[int, int]) -> dict[str, Any]:
         "device_mesh": device_mesh(mesh),
         "groups_of_hosts": groups_of_hosts(mesh),
     }
+
+
+def of_several_hosts(calls: list[CallRecord], mesh: tuple[int, int]) -> list[str]:
+    """Failures: calls whose plans are not for these hosts. The unfused program executes no plan."""
+    plans = [call.plan for call in calls if not call.unfused]
+    assert plans
+    return [f"{plan.schedule}: {plan.ranks_per_host}" for plan in plans if plan.ranks_per_host != mesh[1]]
+
+
+def calls(mesh: tuple[int, int], check: str) -> list[str]:
+    """Failures of a check of the functions or the layers, whose group is a mesh of hosts.
+
+    Once a mesh has said it, the group of all ranks spans hosts, too: checks that take this group run across hosts.
+    """
+    of_hosts = init_device_mesh("cpu", mesh, mesh_dim_names=HOST_MESH)
+    ranks = mesh[0] * mesh[1]
+    flat_mesh(of_hosts)
+
+    def functions() -> list[str]:
+        todo = ops_torch_worker.cases(ranks)[:: 1 + ranks]
+        return [found for seed, case in enumerate(todo) if (found := ops_torch_worker.run_case(case, seed, of_hosts))]
+
+    def all_to_alls() -> list[str]:
+        todo = all_to_all_worker.cases(ranks)[::3]
+        return [found for seed, case in enumerate(todo) if (found := all_to_all_worker.run_case(case, seed, of_hosts))]
+
+    def opcheck() -> list[str]:
+        ops_torch_worker.checked_by_torch()
+        all_to_all_worker.checked_by_torch()
+        return []
+
+    def compiled() -> list[str]:
+        return [*ops_torch_worker.compiled(), *all_to_all_worker.compiled(), *compiled_with_a_mesh()]
+
+    def compiled_with_a_mesh() -> list[str]:
+        """The mesh itself is the group of a function that torch compiles."""
+
+        def layer(a: torch.Tensor) -> torch.Tensor:
+            return distgemm.matmul_reduce_scatter(a, a[:3], group=of_hosts)
+
+        a = torch.linspace(-1, 1, ranks * 5, dtype=torch.float64).view(ranks, 5)
+        found = torch.compile(layer, fullgraph=True, backend="aot_eager")(a)
+        return [] if torch.equal(found, layer(a)) else [f"{found} instead of {layer(a)}"]
+
+    def layers() -> list[str]:
+        return nn_worker.layers(of_hosts)
+
+    def training() -> list[str]:
+        return nn_worker.training(of_hosts)
+
+    checks: dict[str, Callable[[], list[str]]] = {
+        "functions": functions,
+        "all-to-alls": all_to_alls,
+        "gathered": ops_torch_worker.gathered,
+        "compiled": compiled,
+        "opcheck": opcheck,
+        "layers": layers,
+        "training": training,
+    }
+    with distgemm.record_calls() as ran:
+        failures = checks[check]()
+    return failures + of_several_hosts(ran, mesh)
+
+
+def tuned(mesh: tuple[int, int], folder: str) -> dict[str, Any]:
+    """What "auto" takes across hosts: predicted, then measured with fakes, recorded, and found again."""
+    of_hosts = init_device_mesh("cpu", mesh, mesh_dim_names=HOST_MESH)
+    problem, cpu = distgemm.GemmProblem(1024, 1024, 1024), torch.device("cpu")
+    flat = tune_worker.PLAN  # recorded for as many ranks of one host
+    tune_worker.own_cache(folder, "hosts")
+    tune_worker.record(flat, problem, "gemm+rs")
+    found: dict[str, Any] = {"predicted": tune.select(problem, "gemm+rs", of_hosts, device=cpu, tune=False)}
+    with tune_worker.Bench(lambda name: 1.0 if "inside=reduce_scatter_1d_pairwise_a" in name else 2.0) as fakes:
+        found["tuned"] = tune.tune(problem, "gemm+rs", of_hosts, device=cpu)
+        found["again"] = tune.select(problem, "gemm+rs", of_hosts, device=cpu)
+        found["measured"] = len(fakes.measured)
+    return found
