@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +17,8 @@ import distgemm
 from distgemm import api, tune
 from distgemm.runtime.checks import HOST_MESH, flat_mesh, resolve_group
 from distgemm.runtime.collective import CollectiveExecutable
+from distgemm.runtime.cuda import nccl
+from distgemm.runtime.cuda.processes import ProcessId
 from distgemm.runtime.cuda.workspace import host_group
 from distgemm.runtime.groups import ranks_per_host
 from distgemm.torch_ops.dispatch import CallRecord
@@ -130,6 +134,73 @@ def groups_of_hosts(mesh: tuple[int, int]) -> list[str]:
         if total.item() != sum(found.values()):
             failures.append(f"rank {rank}: {total} is not the sum of {found}")
     return failures
+
+
+class FakeNccl:
+    """NCCL whose communicators are made once all ranks have called it, here as the store says."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks, self.aborted = ranks, threading.Event()
+        self.store = dist.PrefixStore("fake NCCL", dist.distributed_c10d._get_default_store())
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def function(*arguments: Any) -> int:
+            if name == "ncclCommInitRankConfig":
+                handle, size, _, rank, config = (getattr(each, "_obj", each) for each in arguments)
+                assert (size, rank, config.blocking) == (self.ranks, dist.get_rank(), 0)
+                handle.value = 77
+                self.store.set(str(rank), "")
+                return nccl.IN_PROGRESS
+            if name == "ncclCommGetAsyncError":
+                come = self.store.check([str(rank) for rank in range(self.ranks)])
+                arguments[1]._obj.value = nccl.SUCCESS if come else nccl.IN_PROGRESS
+            if name == "ncclCommAbort":
+                self.aborted.set()
+            return nccl.SUCCESS
+
+        return function
+
+
+def communicators(mesh: tuple[int, int], absent: int | None, ends: bool) -> str:
+    """What making a communicator raises, with a fake NCCL.
+
+    Args:
+        mesh: hosts, and ranks of a host.
+        absent: the rank that does not come, behind the exchange of NCCL's id; None: all come.
+        ends: whether its process is known to have ended. Otherwise the time of the group is over.
+    """
+    rank, ranks, group = dist.get_rank(), mesh[0] * mesh[1], dist.group.WORLD
+    assert group is not None
+    fake, processes = FakeNccl(ranks), [ProcessId(b"", each, 0) for each in range(ranks)]
+
+    class Absent(BaseException):
+        pass
+
+    def come(self: Any) -> None:
+        if rank == absent:
+            raise Absent
+        self._store.set(f"come/{rank}", "")
+
+    with ExitStack() as stack:
+        for place, name, value in (
+            (nccl, "library", lambda: fake),
+            (nccl, "LOOK_S", 0.1),
+            (nccl, "group_timeout", lambda *_: 60.0 if ends else 1.0),
+            (nccl, "has_ended", lambda process: ends and process.number == absent),
+            (nccl._Ranks, "come", come),
+            (torch.cuda, "device", lambda _: nullcontext()),
+        ):
+            stack.enter_context(patch.object(place, name, value))
+        found = "made"
+        try:
+            nccl.Communicator(group, torch.device("cpu"), processes, mesh[1])
+        except Absent:
+            found = "absent"
+        except RuntimeError as error:
+            assert fake.aborted.wait(10), "NCCL goes on"
+            found = str(error)
+        dist.barrier()
+    return found
 
 
 def run(mesh: tuple[int, int]) -> dict[str, Any]:
