@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -15,9 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import distgemm
 from distgemm import api, tune
+from distgemm.runtime import launch
 from distgemm.runtime.checks import HOST_MESH, flat_mesh, resolve_group
 from distgemm.runtime.collective import CollectiveExecutable
-from distgemm.runtime.cuda import nccl
+from distgemm.runtime.cuda import fabric, nccl
 from distgemm.runtime.cuda.processes import ProcessId
 from distgemm.runtime.cuda.workspace import host_group
 from distgemm.runtime.groups import ranks_per_host
@@ -203,6 +205,39 @@ def communicators(mesh: tuple[int, int], absent: int | None, ends: bool) -> str:
     return found
 
 
+def domains(of_host: int, domain: tuple[int | None, ...]) -> tuple[tuple[int, ...], int]:
+    """The shape of ``mesh_from_env("nccl")`` with fabric handles that are replaced, and how many handles were alive.
+
+    Args:
+        of_host: ranks of each machine, as torchrun says it.
+        domain: by rank, its NVLink domain; None: its GPU exports no handle.
+    """
+    mine = domain[dist.get_rank()]
+    alive = []
+
+    @contextmanager
+    def exported(device: torch.device) -> Iterator[bytes | None]:
+        yield None if mine is None else str(mine).encode()
+        alive.append("released")
+
+    def can_import(handle: bytes) -> bool:
+        assert not alive, "memory was released before all ranks had tried"
+        return handle == str(mine).encode()
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(of_host)}))
+        for place, name, value in (
+            (fabric, "exported", exported),
+            (fabric, "can_import", can_import),
+            (torch.cuda, "current_device", lambda: 0),
+            (launch, "init_device_mesh", lambda kind, shape, mesh_dim_names: (kind, shape, mesh_dim_names)),
+        ):
+            stack.enter_context(patch.object(place, name, value))
+        kind, shape, names = launch.mesh_from_env("nccl")
+    assert (kind, names) == ("cuda", HOST_MESH)
+    return shape, len(alive)
+
+
 def run(mesh: tuple[int, int]) -> dict[str, Any]:
     return {
         "exact": exact(mesh),
@@ -260,10 +295,32 @@ def calls(mesh: tuple[int, int], check: str) -> list[str]:
     def training() -> list[str]:
         return nn_worker.training(of_hosts)
 
+    def bytes_across() -> list[str]:
+        """The messages that all ranks send across hosts, forward and backward, are as few bytes as can be."""
+        sent = {name: found[1] for name, found in ops_torch_worker.what_ran().items()}
+        every: list[Any] = [None] * ranks
+        dist.all_gather_object(every, sent)
+        element, tokens, lacking = 4, 4 * ranks, mesh[0] - 1  # each host lacks all shards but its own
+        gathered, summed = tokens * ops_torch_worker.K, tokens * 5
+        wrong = []
+        for name, elements in {
+            "gather": 3 * gathered,  # A, the sum of its gradient, and A once more for the gradient of b
+            "gather, kept": 2 * gathered,
+            "gather, b frozen": 2 * gathered,
+            "scatter": 2 * summed,  # the sum, and its gradient
+        }.items():
+            across = [
+                size for one in every for (src, dst), size in one[name].items() if src // mesh[1] != dst // mesh[1]
+            ]
+            if sum(across) != lacking * elements * element:
+                wrong.append(f"{name}: {sum(across)} bytes across hosts, not {lacking * elements * element}")
+        return wrong
+
     checks: dict[str, Callable[[], list[str]]] = {
         "functions": functions,
         "all-to-alls": all_to_alls,
         "gathered": ops_torch_worker.gathered,
+        "bytes": bytes_across,
         "compiled": compiled,
         "opcheck": opcheck,
         "layers": layers,

@@ -52,7 +52,7 @@ ON_2X4 = ("functions", "all-to-alls", "layers")
 @pytest.mark.parametrize(
     ("mesh", "check"),
     [
-        *(((2, 2), check) for check in (*ON_2X4, "gathered", "compiled", "opcheck", "training")),
+        *(((2, 2), check) for check in (*ON_2X4, "gathered", "bytes", "compiled", "opcheck", "training")),
         *(((2, 4), check) for check in ON_2X4),
     ],
     ids=str,
@@ -88,3 +88,19 @@ def test_a_rank_that_does_not_come_to_nccl_is_named(ends: bool) -> None:
 
 def test_all_ranks_that_come_to_nccl_make_a_communicator() -> None:
     assert results(4, worker.communicators, (2, 2), None, False) == ["made"] * 4
+
+
+@pytest.mark.parametrize(
+    ("of_host", "domain", "wanted", "alive"),
+    [
+        (1, (0, 0, 0, 0), (1, 4), 1),  # one domain of four machines
+        (1, (0, 0, 1, 1), (2, 2), 1),
+        (1, (0, 0, 0, None), (4, 1), 1),  # a rank without fabric handles
+        (2, (None,) * 4, (2, 2), 1),
+        (4, (None,) * 4, (1, 4), 0),  # one machine: nothing is tried
+    ],
+)
+def test_a_host_is_what_shares_memory(
+    of_host: int, domain: tuple[int | None, ...], wanted: tuple[int, int], alive: int
+) -> None:
+    assert results(4, worker.domains, of_host, domain) == [(wanted, alive)] * 4
