@@ -1,4 +1,4 @@
-"""Process groups: what lives as long as they do, and what follows a failure on them."""
+"""Process groups: what lives as long as they do, their hosts, and what follows a failure on them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-__all__ = ["GroupRef", "PerGroup", "failing", "occupied", "raise_if_failed"]
+__all__ = [
+    "GroupRef",
+    "PerGroup",
+    "failing",
+    "note_hosts",
+    "occupied",
+    "raise_if_failed",
+    "ranks_per_host",
+]
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -89,6 +97,39 @@ class PerGroup(Generic[T]):
         if group not in self._values:
             self._values[group] = self._make()
         return self._values[group]
+
+
+# --- hosts ----------------------------------------------------------------------------------------------
+
+
+class _Hosts:
+    """How many ranks of a group share memory; None: all, as far as is known."""
+
+    ranks: int | None = None
+
+
+_HOSTS: PerGroup[_Hosts] = PerGroup(_Hosts)
+
+
+def note_hosts(group: dist.ProcessGroup, ranks: int) -> None:
+    """Note that each ``ranks`` ranks in a row of a group share memory. All ranks of the group note the same.
+
+    Raises:
+        ValueError: if another number was noted.
+    """
+    found = _HOSTS.of(group)
+    if found.ranks not in (None, ranks):
+        raise ValueError(
+            f"the ranks of the process group {group.group_name!r} are on hosts of {found.ranks} ranks, as an earlier "
+            f"mesh says, got a mesh with hosts of {ranks}"
+        )
+    found.ranks = ranks
+
+
+def ranks_per_host(group: dist.ProcessGroup) -> int | None:
+    """How many ranks of a group share memory, as a mesh of hosts has said; None: all of them do."""
+    ranks = _HOSTS.of(group).ranks
+    return None if ranks == group.size() else ranks
 
 
 # --- failures -------------------------------------------------------------------------------------------

@@ -127,15 +127,17 @@ def sources_for(needs: Iterable[Need], scope: Scope) -> Iterator[KernelSource]:
         if need.device not in ("cuda", "meta"):
             continue  # CPUs need no kernels
         pattern, ranks = need.pattern, need.ranks
-        terms: dict[str, Any] = {"rank": need.rank, "turned_b": need.turned_b}
+        hosts: dict[str, Any] = {"ranks_per_host": need.ranks_per_host}
+        terms: dict[str, Any] = {"rank": need.rank, "turned_b": need.turned_b, **hosts}
         found: list[KernelSource] = []
         if is_tuned(need.problem, need.schedule, need.chunks):
-            configs = configs_of(need.problem, pattern, ranks, scope)
+            configs = configs_of(need.problem, pattern, ranks, scope, **hosts)
             if scope == "measured":  # a search measures at other rows
                 rounded = bucketed(need.problem)
-                found = sources_of(rounded, pattern, ranks, configs_of(rounded, pattern, ranks, scope))
+                measured = configs_of(rounded, pattern, ranks, scope, **hosts)
+                found = sources_of(rounded, pattern, ranks, measured, **hosts)
         else:
-            configs = [named_config(pattern, need.problem, need.schedule, need.chunks)]
+            configs = [named_config(pattern, need.problem, need.schedule, need.chunks, need.ranks_per_host)]
         found += sources_of(need.problem, pattern, ranks, configs, tiles=scope == "tiles", **terms)
         yield from (source for source in dict.fromkeys(found) if source not in known)
         known.update(found)

@@ -85,9 +85,9 @@ def cases(ranks: int) -> list[Case]:
     return found
 
 
-def run_case(case: Case, seed: int) -> str | None:
+def run_case(case: Case, seed: int, group: Any = None) -> str | None:
     """The first difference of a case from the whole product, or None."""
-    group = dist.group.WORLD
+    group = dist.group.WORLD if group is None else group
     ranks, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(seed)
     tokens = case.rows or (3,) * ranks

@@ -20,8 +20,10 @@ from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.per_tile.model import Costs, predict_per_tile
 from distgemm.gemm.per_tile.select import CONFIGS, ONE_SHOT, SPANNING, gemm_of
 from distgemm.measure.models import MODELS
+from distgemm.runtime.cuda.lowering import check_across
 from distgemm.runtime.executable import ExecutionConfig
 from distgemm.schedulers import PATTERNS, Pattern, registry
+from distgemm.simulator import predict_unfused, simulate
 from distgemm.simulator.machine import Machine
 from distgemm.tune import UNFUSED, TunedConfig, candidates, list_candidates, predicted, register_candidate, shortlist
 from distgemm.tune.candidates import SLOWDOWN_LIMIT, per_tile_status, specs_of
@@ -323,6 +325,57 @@ def test_the_gemms_of_a_plan() -> None:
     assert all(spec.c is None and spec.bias is None for spec in specs)
 
 
+# --- several hosts ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", get_args(Pattern))
+def test_only_what_runs_across_hosts_is_considered_there(pattern: Pattern) -> None:
+    """Nested plans that send the fewest bytes across, for 2 hosts of 2 ranks, and the flat unfused program."""
+    p = GemmProblem(1024, 2048, 512)
+    times = candidates.predictions(p, pattern, 4, 2)
+    plans = [config for config in times if config.method == "plan"]
+    assert [config for config in times if config.method == "unfused"] == [UNFUSED] * (pattern in PATTERNS)
+    # The fewest, as docs/formulas.md proves.
+    elements = {
+        "ag+gemm": p.m * p.k,  # each host lacks half of A
+        "gemm+rs": p.m * p.n,
+        "gemm+ar": 2 * p.m * p.n,
+        "gemm+a2a": p.m * p.n / 2,  # half of what a host has is for the other one
+        "a2a+gemm": p.m * p.k / 2,
+    }[pattern]
+    assert plans
+    for config in plans:
+        assert config.execution.execution == "multi_kernel" and config.execution.wait_by == "memory_op"
+        assert not config.execution.merge_copies and config.option("mechanism") is None
+        plan = config.plan(p, 4, 2)
+        assert (plan.ranks_per_host, plan.mesh, plan.mechanism) == (2, (2, 2), "push")
+        assert sum(plan.link_bytes("across").values()) == 2 * elements
+        check_across(plan, config.execution)
+
+
+def test_predictions_across_hosts_count_the_network() -> None:
+    """The prediction is that of the simulator for these hosts; a flat NCCL program takes the network's time, too."""
+    p = GemmProblem(2048, 8192, 4096)
+    times = candidates.predictions(p, "ag+gemm", 4, 2)
+    machine = Machine.load(candidates.MACHINE)
+    for config, time in times.items():
+        if config.method == "plan":
+            streams = config.execution.gemm_streams
+            assert time == simulate(config.plan(p, 4, 2), machine, gemm_streams=streams).time
+    on_hosts = dataclasses.replace(machine, ranks_per_host=2)
+    assert times[UNFUSED] == predict_unfused(p, on_hosts, "ag+gemm", 4)
+    assert times[UNFUSED] > 1.2 * candidates.predictions(p, "ag+gemm", 4)[UNFUSED]
+    found = predicted(p, "ag+gemm", 4, 2)
+    assert found.source == "predicted" and times[found] == min(times.values())
+    assert shortlist(p, "ag+gemm", 4, 2)[0] == min(times, key=lambda config: times[config])
+
+
+def test_a_schedule_of_ones_own_is_nested_across_hosts(registered: Any) -> None:
+    registered("ag+gemm", NEAREST, chunks=2)
+    (found,) = (each for each in candidates.candidates_across("ag+gemm") if dict(each.options)["across"] == NEAREST)
+    assert found.options == (("across", NEAREST), ("chunks", 2), ("inside", NEAREST))
+
+
 # --- registered candidates ----------------------------------------------------------------------------------
 
 NEAREST = "test_gather_from_the_nearest"
@@ -394,7 +447,7 @@ def test_a_registered_schedule_may_refuse_numbers_of_ranks(registered: Any, capl
 
 
 def test_a_plan_error_names_the_candidate(registered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Any, problem: GemmProblem, world_size: int) -> None:
+    def fail(self: Any, *arguments: Any) -> None:
         raise PlanError("rank 1 sends nothing")
 
     registered("ag+gemm", NEAREST)

@@ -262,7 +262,9 @@ class SharedWorkspace:
                 f"ranks {ranks.start} to {ranks.stop - 1} cannot map each other's memory; ranks on several hosts take "
                 f"plans with ranks_per_host. torch says: {error}"
             ) from error
-        self.across = Communicator(group, device) if of_host < self.world_size else None
+        self.across = None
+        if of_host < self.world_size:
+            self.across = Communicator(group, device, self.processes, of_host)
         self.dead: str | None = None
         self.replaced = False
         self.executables: list[weakref.ref[Any]] = []
