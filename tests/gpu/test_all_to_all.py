@@ -8,6 +8,7 @@ import pytest
 
 from distgemm.runtime.launch import launch
 from tests.gpu import cuda_worker as worker
+from tests.gpu import torch_worker
 from tests.once import once
 
 RANKS = [2, 4, 8]
@@ -34,3 +35,20 @@ def results(ranks: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("ranks", RANKS)
 def test_results_are_right(ranks: int, check: str) -> None:
     assert [failure for found in results(ranks) for failure in found[check]] == []
+
+
+FUNCTIONS = ["all_to_all", "captured_all_to_all", "per_tile_all_to_all"]
+
+
+@once
+def function_results(ranks: int) -> list[dict[str, list[str]]]:
+    """Each rank's failures of the functions for torch, by the check's name."""
+    launch(torch_worker.compile_ahead, 1, None, backend="nccl", timeout=LAUNCH_TIMEOUT_S, share=True)
+    checks: list[Any] = [(getattr(torch_worker, name), ()) for name in FUNCTIONS]
+    return launch(torch_worker.run_all, ranks, checks, backend="nccl", timeout=LAUNCH_TIMEOUT_S, share=True)
+
+
+@pytest.mark.parametrize("check", FUNCTIONS)
+@pytest.mark.parametrize("ranks", RANKS[1:])  # test_shared.py has 2
+def test_functions_and_gradients_are_right(ranks: int, check: str) -> None:
+    assert [failure for found in function_results(ranks) for failure in found[check]] == []
