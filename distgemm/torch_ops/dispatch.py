@@ -499,7 +499,7 @@ def make(
     # The collective runtime receives a message only when it waits for it, so a replay cannot overwrite the one before.
     sync = "barrier" if device.type == "cuda" else "credit"
     plan = make_plan(problem, config.schedule, group.size(), **({"sync": sync} | options))
-    if not does_pattern(plan, pattern, _copies_of(pattern, problem)):
+    if not does_pattern(plan, pattern, problem.copies):
         fitting = [name for name in list_schedules() if schedule_does_pattern(name, pattern)]
         raise ValueError(
             f"{plan.schedule} is no schedule for {pattern}; schedule='auto', or one of {', '.join(fitting)}"
@@ -519,13 +519,6 @@ def is_tuned(problem: GemmProblem, schedule: str, chunks: int | None) -> bool:
     return schedule == "auto" and chunks is None and equal
 
 
-def _copies_of(pattern: Pattern, problem: GemmProblem) -> int:
-    """The number of ranks that hold each column of D."""
-    if pattern != "gemm+a2a" or problem.n_per_rank is None:
-        return 1
-    return sum(problem.n_per_rank) // problem.n
-
-
 def named_config(pattern: Pattern, problem: GemmProblem, schedule: str, chunks: int | None) -> TunedConfig:
     """The configuration that a call names by its schedule and number of chunks; "auto" is the rule of CPUs.
 
@@ -534,6 +527,7 @@ def named_config(pattern: Pattern, problem: GemmProblem, schedule: str, chunks: 
             chunks there are.
     """
     from distgemm import tune  # as in make
+    from distgemm.tune.config import options_for
 
     if schedule == "auto":
         name, rule = select_schedule(pattern, problem)
@@ -542,8 +536,7 @@ def named_config(pattern: Pattern, problem: GemmProblem, schedule: str, chunks: 
         config = tune.TunedConfig.parse(schedule)
     if config.method == "unfused" and pattern not in PATTERNS:
         raise ValueError(f"{pattern} has no unfused program; schedule='auto', or the name of a schedule")
-    if (copies := _copies_of(pattern, problem)) > 1:
-        config = replace(config, options=tuple((dict(config.options) | {"copies": copies}).items()))
+    config = replace(config, options=options_for(problem, config.options))
     if chunks is None:
         return config
     if config.method == "unfused":

@@ -13,10 +13,15 @@ from distgemm.plan.options import parse_mesh, parse_options
 from distgemm.runtime.executable import EXECUTION_FIELDS, ExecutionConfig
 from distgemm.runtime.unfused import COLLECTIVES, Collective
 
-__all__ = ["UNFUSED", "Method", "Source", "TunedConfig"]
+__all__ = ["UNFUSED", "Method", "Source", "TunedConfig", "options_for"]
 
 Method = Literal["plan", "unfused"]
 Source = Literal["", "measured", "recorded", "predicted", "pinned"]
+
+
+def options_for(problem: GemmProblem, options: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, Any], ...]:
+    """Options of a schedule, with the copies that the problem has."""
+    return options if problem.copies == 1 else tuple(sorted((dict(options) | {"copies": problem.copies}).items()))
 
 
 def _any(name: str, value: Any) -> Any:
