@@ -3,7 +3,7 @@
     python examples/train_long_context.py                # 32,768 tokens on 4 ranks on CPUs over gloo, some minutes
     python examples/train_long_context.py --tokens 1024  # the same in seconds
     python examples/train_long_context.py --backend nccl --ranks 8 --tokens 131072 --hidden 4096 --layers 8 \
-        --heads 32 --kv-heads 8                           # 8 GPUs, in bfloat16
+        --heads 32 --kv-heads 8 --rate 3e-4               # 8 GPUs, in bfloat16
     python examples/train_long_context.py --backend nccl --ranks 4 --tokens 4096 --hidden 512 --layers 2 --heads 8 \
         --compare                                         # the same compared with one rank; ranks may share a GPU
 
