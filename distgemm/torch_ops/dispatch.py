@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from distgemm.arguments import instance, member
-from distgemm.plan.derive import make_plan
 from distgemm.plan.ops import Gemm
 from distgemm.plan.patterns import does_pattern, schedule_does_pattern
 from distgemm.plan.plan import Plan, once_for_structure
@@ -495,10 +494,8 @@ def make(
     config = named_config(pattern, problem, schedule, chunks)
     if config.method == "unfused":
         return PreparedCall(tune.make(problem, pattern, config, group, device), (), of_group, config)
-    options = dict(config.options)
     # The collective runtime receives a message only when it waits for it, so a replay cannot overwrite the one before.
-    sync = "barrier" if device.type == "cuda" else "credit"
-    plan = make_plan(problem, config.schedule, group.size(), **({"sync": sync} | options))
+    plan = config.plan(problem, group.size(), "barrier" if device.type == "cuda" else "credit")
     if not does_pattern(plan, pattern, problem.copies):
         fitting = [name for name in list_schedules() if schedule_does_pattern(name, pattern)]
         raise ValueError(
@@ -510,7 +507,7 @@ def make(
             raise ValueError(f"gather: {', '.join(EXECUTION_FIELDS)} are options of GEMMs, got {execution}")
         execution = GATHERS
     executable = executable_of(plan, group, device, execution, turned_b)
-    return PreparedCall(executable, tuple(sorted(options.items())), of_group)
+    return PreparedCall(executable, config.options, of_group)
 
 
 def is_tuned(problem: GemmProblem, schedule: str, chunks: int | None) -> bool:

@@ -138,15 +138,20 @@ class TunedConfig:
         """The value of an option; None if it is not given."""
         return dict(self.options).get(name)
 
-    def plan(self, problem: GemmProblem, world_size: int) -> Plan:
-        """The plan of a problem, with ``sync="barrier"`` as the CUDA runtime executes it.
+    def plan(self, problem: GemmProblem, world_size: int, sync: str = "barrier") -> Plan:
+        """The plan of a problem.
+
+        Args:
+            problem: the problem.
+            world_size: number of ranks; a ``mesh`` among the options says it, too.
+            sync: what holds replays back if no option says it. The CUDA runtime executes plans with "barrier".
 
         Raises:
             ValueError: as :func:`distgemm.make_plan`.
         """
         options = self._plan_options()
         size = None if "mesh" in options else world_size
-        return make_plan(problem, self.schedule, size, **({"sync": "barrier"} | options))
+        return make_plan(problem, self.schedule, size, **({"sync": sync} | options))
 
     def __str__(self) -> str:
         if self.method == "unfused":
