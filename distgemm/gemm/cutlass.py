@@ -77,7 +77,7 @@ SCHEDULE_MACROS: dict[KernelSchedule, str] = {
     "pingpong": "DG_PINGPONG",
 }
 EPILOGUE_MACROS: dict[Epilogue, str] = {"tma": "DG_TMA", "direct": "DG_DIRECT"}
-HEADERS = ("terms.cuh", "facts.cuh", "gemm_facts.cuh", "epilogue.cuh", "promotion.cuh", "wgmma.cuh")
+HEADERS = ("terms.cuh", "facts.cuh", "gemm_facts.cuh", "loads.cuh", "wgmma.cuh", "promotion.cuh", "epilogue.cuh")
 PLAIN_HEADERS = ("terms.cuh", "facts.cuh")
 TMA_DEPTH_BYTES = 128
 PLAIN_DEPTH_BYTES = 64

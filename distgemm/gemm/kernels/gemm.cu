@@ -6,6 +6,11 @@
 // A is (m, k), B is (n, k), all others (m, n); bias is a row of n. A scale is one number, or one for each row of A or
 // B.
 
+#define DG_COOPERATIVE 0  // TMA and wgmma, two warp groups share a tile
+#define DG_PINGPONG 1     // TMA and wgmma, two warp groups alternate: one multiplies while the other stores
+#define DG_TMA 0          // results are stored through shared memory and TMA
+#define DG_DIRECT 1       // results are stored from registers, element by element: any alignment
+
 #include <cstdint>
 #include <type_traits>
 
@@ -20,17 +25,18 @@
 // For operands of 4 bytes that are not contiguous along k.
 #include "cutlass/gemm/collective/sm90_mma_tma_gmma_rs_warpspecialized.hpp"
 #endif
-#include "cutlass/gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized.hpp"
+#if DG_MMA_K == 32
 #include "cutlass/gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized_fp8.hpp"
+#else
+#include "cutlass/gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized.hpp"
+#endif
 #include "cutlass/gemm/kernel/gemm_universal_decl.h"
 #include "cutlass/gemm/kernel/tile_scheduler.hpp"
-#include "cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_cooperative.hpp"
+#if DG_SCHEDULE == DG_PINGPONG
 #include "cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_pingpong.hpp"
-
-#define DG_COOPERATIVE 0  // TMA and wgmma, two warp groups share a tile
-#define DG_PINGPONG 1     // TMA and wgmma, two warp groups alternate: one multiplies while the other stores
-#define DG_TMA 0          // results are stored through shared memory and TMA
-#define DG_DIRECT 1       // results are stored from registers, element by element: any alignment
+#else
+#include "cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_cooperative.hpp"
+#endif
 
 #ifndef DG_ELEMENT
 #error "DG_ELEMENT, DG_ELEMENT_B, DG_D, DG_SOURCE, DG_AUX, DG_BIAS, DG_A_ROW, DG_B_ROW, DG_TILE_M, DG_TILE_N, \
@@ -65,6 +71,7 @@ using StrideD = cutlass::detail::TagToStrideC_t<LayoutD>;
 
 }  // namespace distgemm
 
+#include "loads.cuh"
 #include "wgmma.cuh"
 #include "promotion.cuh"
 #if DG_SCALE_ROWS_B
@@ -143,11 +150,11 @@ constexpr int kTileBytes = blockwise ? 512 : 0;  // BlockwiseMainloop's coordina
 using Schedule = std::conditional_t<
     DG_SCHEDULE == DG_PINGPONG, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
     cutlass::gemm::KernelTmaWarpSpecializedCooperative>;
-using Collective = typename cutlass::gemm::collective::CollectiveBuilder<
+using Collective = LoadingMainloop<typename cutlass::gemm::collective::CollectiveBuilder<
     cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, LayoutA, 16 / sizeof(Element), ElementB, LayoutB,
     16 / sizeof(ElementB), Accumulator, Tile, Cluster,
     cutlass::gemm::collective::StageCountAutoCarveout<int(sizeof(typename Epilogue::SharedStorage)) + kTileBytes>,
-    Schedule>::CollectiveOp;
+    Schedule>::CollectiveOp>;
 #if DG_SCALE_ROWS_B
 using Mainloop = BlockwiseMainloop<Collective>;
 #else

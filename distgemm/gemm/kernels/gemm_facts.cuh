@@ -83,6 +83,8 @@ struct TmaBox {
 static_assert(!cutlass::gemm::kernel::detail::Has_SwapAB_v<Mainloop>, "the host does not exchange A and B");
 constexpr TmaBox box_a = TmaBox::of_operand<typename Mainloop::Params::TMA_A, DG_A_ROW>(DG_CLUSTER_N);
 constexpr TmaBox box_b = TmaBox::of_operand<typename Mainloop::Params::TMA_B, DG_B_ROW>(DG_CLUSTER_M);
+static_assert(box_a.extents[0] == Collective::LoadA::kWidth && box_a.extents[1] == Collective::LoadA::kPart);
+static_assert(box_b.extents[0] == Collective::LoadB::kWidth && box_b.extents[1] == Collective::LoadB::kPart);
 #if DG_EPILOGUE == DG_TMA
 constexpr TmaBox box_source = TmaBox::of(Epilogue::Source{});
 constexpr TmaBox box_d = TmaBox::of(Epilogue::Result{});
