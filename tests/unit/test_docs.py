@@ -338,7 +338,6 @@ def test_ratios_are_what_the_files_say(page: str, file: str) -> None:
         "executions_4xh200",
         "executions_few_4xh200",
         "executions_all_to_all_2xh200",
-        "executions_4xh200_before",
     ],
 )
 def test_the_tables_of_executions_are_what_the_files_say(file: str) -> None:
