@@ -39,7 +39,7 @@ from distgemm.gemm.per_tile.params import CONTROL_BYTES, Control
 from distgemm.gemm.per_tile.select import CONFIGS, SPANNING, traits_of
 from distgemm.measure.models import MODELS
 from distgemm.measure.timing import time_launches
-from distgemm.schedulers import Pattern
+from distgemm.schedulers import PATTERNS, Pattern
 
 TP = 8
 LINK_GB_PER_S = 376.0
@@ -127,21 +127,16 @@ VARIANTS: dict[Pattern, Sequence[Variant]] = {
     "gemm+a2a": STORES,
     "a2a+gemm": (Variant("gathered", gathers=True), *(Variant(f"group {x}", gemm={"group": x}) for x in (1, 2, 4))),
 }
-ALL_TO_ALLS: dict[tuple[str, Pattern], Pattern] = {("qkv", "ag+gemm"): "gemm+a2a", ("out", "gemm+rs"): "a2a+gemm"}
-"""Patterns of a layer whose ranks have whole weights. They are measured if --only names them."""
 
 
 def rows(tokens: Sequence[int], only: Sequence[str]) -> Iterator[Row]:
     for m in tokens:
         for name, model in MODELS.items():
             for layer in model.layers:
-                for pattern in layer.patterns:
+                for pattern in (*layer.patterns, *layer.all_to_alls):
                     row = Row(f"{name.removeprefix('llama-3-')} {layer.name}", pattern, *layer.local(m, TP))
-                    if not only or row.layer in only or pattern in only:
+                    if pattern in only or (pattern in PATTERNS and (not only or row.layer in only)):
                         yield row
-                    other = ALL_TO_ALLS.get((layer.name, pattern))
-                    if other is not None and other in only:
-                        yield row._replace(pattern=other)
 
 
 def kernels(row: Row, ranks: int, sends: bool) -> dict[str, tuple[KernelTraits, Variant]]:

@@ -123,7 +123,7 @@ def select_schedule(
     member("pattern", pattern, RULES)
     instance("problem", problem, GemmProblem, "a distgemm.GemmProblem")
     schedule, chunks = next((name, chunks) for tokens, name, chunks in RULES[pattern] if problem.m >= tokens)
-    if ranks_per_host is None or _copies_of(pattern, problem) > 1:
+    if ranks_per_host is None or problem.copies > 1:
         return schedule, {"chunks": chunks}
     return NESTED, {"across": schedule, "inside": schedule, "chunks": chunks}
 
@@ -511,7 +511,7 @@ def make(
         return PreparedCall(tune.make(problem, pattern, config, group, device), (), of_group, config)
     # The collective runtime receives a message only when it waits for it, so a replay cannot overwrite the one before.
     plan = config.plan(problem, group.size(), hosts, "barrier" if device.type == "cuda" else "credit")
-    if not does_pattern(plan, pattern, _copies_of(pattern, problem)):
+    if not does_pattern(plan, pattern, problem.copies):
         fitting = [name for name in list_schedules() if schedule_does_pattern(name, pattern)]
         raise ValueError(
             f"{plan.schedule} is no schedule for {pattern}; schedule='auto', or one of {', '.join(fitting)}"
@@ -531,13 +531,6 @@ def is_tuned(problem: GemmProblem, schedule: str, chunks: int | None) -> bool:
     return schedule == "auto" and chunks is None and equal
 
 
-def _copies_of(pattern: Pattern, problem: GemmProblem) -> int:
-    """The number of ranks that hold each column of D."""
-    if pattern != "gemm+a2a" or problem.n_per_rank is None:
-        return 1
-    return sum(problem.n_per_rank) // problem.n
-
-
 def named_config(
     pattern: Pattern, problem: GemmProblem, schedule: str, chunks: int | None, ranks_per_host: int | None = None
 ) -> TunedConfig:
@@ -548,6 +541,7 @@ def named_config(
             chunks there are.
     """
     from distgemm import tune  # as in make
+    from distgemm.tune.config import options_for
 
     if schedule == "auto":
         name, rule = select_schedule(pattern, problem, ranks_per_host)
@@ -556,8 +550,7 @@ def named_config(
         config = tune.TunedConfig.parse(schedule)
     if config.method == "unfused" and pattern not in PATTERNS:
         raise ValueError(f"{pattern} has no unfused program; schedule='auto', or the name of a schedule")
-    if (copies := _copies_of(pattern, problem)) > 1:
-        config = replace(config, options=tuple((dict(config.options) | {"copies": copies}).items()))
+    config = replace(config, options=options_for(problem, config.options))
     if chunks is None:
         return config
     if config.method == "unfused":

@@ -28,7 +28,7 @@ from distgemm.schedulers import PATTERNS, Pattern, check_pattern, schedule_mesh_
 from distgemm.schedulers.registry import BuilderError
 from distgemm.simulator import predict_unfused, simulate
 from distgemm.simulator.machine import Machine
-from distgemm.tune.config import UNFUSED, TunedConfig
+from distgemm.tune.config import UNFUSED, TunedConfig, options_for
 
 __all__ = [
     "Candidate",
@@ -289,6 +289,7 @@ def _plans(
     for candidate in list_candidates(pattern) if ranks_per_host is None else candidates_across(pattern):
         if candidate.execution != execution or world_size < candidate.min_ranks:
             continue
+        candidate = replace(candidate, options=options_for(problem, candidate.options))
         try:
             plan = candidate.plan(problem, world_size, ranks_per_host)
         except BuilderError:
@@ -298,7 +299,7 @@ def _plans(
         except ValueError as error:  # for example, the schedule takes only powers of two
             logger.info("no candidate for %s on %d ranks: %s: %s", pattern, world_size, candidate, error)
             continue
-        if not does_pattern(plan, pattern):
+        if not does_pattern(plan, pattern, problem.copies):
             raise ValueError(
                 f"candidate {candidate} does not do {pattern}: its plan begins or ends with other shards; register it "
                 "for the pattern that it does"

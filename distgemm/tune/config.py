@@ -14,10 +14,15 @@ from distgemm.plan.schema import SyncMode
 from distgemm.runtime.executable import EXECUTION_FIELDS, ExecutionConfig
 from distgemm.runtime.unfused import COLLECTIVES, Collective
 
-__all__ = ["UNFUSED", "Method", "Source", "TunedConfig"]
+__all__ = ["UNFUSED", "Method", "Source", "TunedConfig", "options_for"]
 
 Method = Literal["plan", "unfused"]
 Source = Literal["", "measured", "recorded", "predicted", "pinned"]
+
+
+def options_for(problem: GemmProblem, options: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, Any], ...]:
+    """Options of a schedule, with the copies that the problem has."""
+    return options if problem.copies == 1 else tuple(sorted((dict(options) | {"copies": problem.copies}).items()))
 
 
 def _any(name: str, value: Any) -> Any:
@@ -141,7 +146,7 @@ class TunedConfig:
 
         Args:
             problem: the GEMM over all ranks.
-            world_size: number of ranks.
+            world_size: number of ranks; a ``mesh`` among the options says it, too.
             ranks_per_host: number of ranks that share memory; None: all.
             sync: as in :func:`distgemm.make_plan`, unless the options say it; "barrier" is for the CUDA runtime.
 

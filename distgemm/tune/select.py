@@ -20,7 +20,7 @@ from distgemm.system import switch
 from distgemm.tune import ranks
 from distgemm.tune.cache import REACH, bucketed, gpu_name, look_up
 from distgemm.tune.candidates import per_tile_status, predicted
-from distgemm.tune.config import UNFUSED, TunedConfig
+from distgemm.tune.config import UNFUSED, TunedConfig, options_for
 from distgemm.tune.ranks import device_of, from_first, refuse_capture
 from distgemm.tune.search import measurable, search
 
@@ -84,14 +84,15 @@ def select(
 def fitting(
     config: TunedConfig, problem: GemmProblem, pattern: Pattern, world_size: int, ranks_per_host: int | None = None
 ) -> TunedConfig:
-    """A configuration that executes a problem whose rows differ from those that were measured.
+    """A configuration that executes a problem whose rows or columns of ranks differ from those that were measured.
 
-    Per-tile kernels need equal shards. If the problem has not, the ``fallback`` of the configuration is taken, or the
-    prediction. If the collective of an unfused program does not support the problem, NCCL is taken.
+    Per-tile kernels need equal shards without copies. If the problem has others, the ``fallback`` of the configuration
+    is taken, or the prediction. If the collective of an unfused program does not support the problem, NCCL is taken.
     """
     if config.method == "unfused":
         status = collective_status(problem, pattern, config.collective, world_size)
         return config if status else replace(UNFUSED, source=config.source)
+    config = replace(config, options=options_for(problem, config.options))
     if config.execution.execution != "per_tile":
         return config
     status = per_tile_status(config.plan(problem, world_size, ranks_per_host), config.execution.config)

@@ -18,7 +18,7 @@ def run(file: str) -> dict[str, Any]:
 
 def label(row: dict[str, Any]) -> str:
     """A row in a few words, such as "70b out rs, 2048"."""
-    reduced = f" {row['pattern'].partition('+')[2]}" if row["pattern"] != "ag+gemm" else ""
+    reduced = {"gemm+rs": " rs", "gemm+ar": " ar", "gemm+a2a": " a2a", "a2a+gemm": " a2a"}.get(row["pattern"], "")
     return f"{row['model'].removeprefix('llama-3-')} {row['layer']}{reduced}, {row['m']}"
 
 
@@ -115,5 +115,5 @@ def executions(file: str) -> str:
 def link_us(row: dict[str, Any]) -> float:
     """The time of the bytes that a rank sends at what a copy engine carries, us."""
     m, n, k = row["local"]
-    sent = {"ag+gemm": m * k, "gemm+rs": m * n, "gemm+ar": 2 * m * n}[row["pattern"]]
-    return sent * 2 * (row["ranks"] - 1) / row["ranks"] / 376e3
+    sent = {"ag+gemm": m * k, "gemm+rs": m * n, "gemm+ar": 2 * m * n, "gemm+a2a": m * n, "a2a+gemm": m * k}
+    return sent[row["pattern"]] * 2 * (row["ranks"] - 1) / row["ranks"] / 376e3

@@ -34,6 +34,8 @@ PATTERNS = {
     "one-shot": ("all_reduce_1d_one_shot_a", "all_reduce_1d_one_shot_a"),
     "to heads": ("all_to_all_1d_rotating_d", "all_to_all_1d_rotating_d"),
     "from heads": ("all_to_all_1d_rotating_a", "all_to_all_1d_rotating_a"),
+    "a ring to heads": ("all_gather_1d_ring_a", "all_to_all_1d_rotating_d"),
+    "a ring from heads": ("reduce_scatter_1d_tiling_a_rotating_c", "all_to_all_1d_rotating_a"),
 }
 """Schedules across hosts and inside."""
 

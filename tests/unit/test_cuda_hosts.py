@@ -42,6 +42,8 @@ PAIRS = (
     ("all_reduce_1d_one_shot_a", "all_reduce_1d_one_shot_a"),
     ("all_to_all_1d_rotating_d", "all_to_all_1d_rotating_d"),
     ("all_to_all_1d_rotating_a", "all_to_all_1d_rotating_a"),
+    (RING, "all_to_all_1d_rotating_d"),
+    (CHAIN, "all_to_all_1d_rotating_a"),
 )
 """Schedules across hosts and inside."""
 

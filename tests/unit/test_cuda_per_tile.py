@@ -125,8 +125,15 @@ def test_all_to_alls_that_are_refused() -> None:
 
     equal = GemmProblem(512, 256, 1024)
     for refused, message in (
-        (plan(dataclasses.replace(equal, n_per_rank=(64, 32, 96, 64))), "equal shards"),
-        (plan(equal, copies=2), "without copies"),
+        (
+            plan(dataclasses.replace(equal, n_per_rank=(64, 32, 96, 64))),
+            r"equal shards, got D \(512, 64\) on rank 0 and \(512, 32\) on rank 1; execution='multi_kernel'",
+        ),
+        (
+            plan(dataclasses.replace(equal, m_per_rank=(128, 128, 192, 64))),
+            r"equal shards, got A \(128, 1024\) on rank 0 and \(192, 1024\) on rank 2; execution='multi_kernel'",
+        ),
+        (plan(equal, copies=2), "got the same columns of D on rank 0 and rank 1; execution='multi_kernel' executes it"),
         (plan(equal, chunks=2), "one shard of columns in each iteration.* with chunks=1 works"),
         (plan(dataclasses.replace(equal, n=48)), "rows of D are multiples of 16 bytes, got 12 columns"),
         (plan(dataclasses.replace(equal, k_per_rank=(256, 128, 384, 256)), FROM_HOLDERS), "equal shards"),

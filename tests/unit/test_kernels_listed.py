@@ -196,10 +196,33 @@ def test_not_beside_a_process_group() -> None:
 
 
 @pytest.mark.parametrize("group", [4], indirect=True)
-@pytest.mark.parametrize(("layer", "tokens"), [(Layer("", "ag+gemm", 66, 64), 8), (Layer("", "gemm+rs", 64, 64), 6)])
-def test_layers_that_ranks_cannot_share(group: Any, layer: Layer, tokens: int) -> None:
+def test_what_the_projections_around_an_all_to_all_need(group: Any) -> None:
+    """Whole weights, forward; and the other pattern by the same weight in a backward pass."""
+    qkv, out, *others = MODELS["llama-3-8b"].layers
+    for layer, pattern, back in ((qkv, "gemm+a2a", "a2a+gemm"), (out, "a2a+gemm", "gemm+a2a")):
+        assert layer.all_to_alls == (pattern,)
+        forward, *backward = kernels.layer_needs(layer, pattern, 2048, "bfloat16", group)
+        assert (forward.pattern, forward.problem) == (pattern, GemmProblem(2048, layer.n, layer.k))
+        assert not forward.turned_b
+        (gradient,) = [need for need in backward if need.pattern == back]
+        assert gradient.problem == GemmProblem(2048, layer.k, layer.n) and gradient.turned_b
+    assert [layer.all_to_alls for layer in others] == [(), ()]
+
+
+@pytest.mark.parametrize("group", [4], indirect=True)
+@pytest.mark.parametrize(
+    ("layer", "pattern", "tokens"),
+    [
+        (Layer("", "ag+gemm", 66, 64), "ag+gemm", 8),
+        (Layer("", "gemm+rs", 64, 64), "gemm+rs", 6),
+        (Layer("", "ag+gemm", 66, 64), "gemm+a2a", 8),
+        (Layer("", "gemm+rs", 64, 66), "a2a+gemm", 8),
+        (Layer("", "gemm+rs", 64, 64), "a2a+gemm", 6),
+    ],
+)
+def test_layers_that_ranks_cannot_share(group: Any, layer: Layer, pattern: Pattern, tokens: int) -> None:
     with pytest.raises(ValueError, match="4 ranks cannot share"):
-        kernels.layer_needs(layer, layer.pattern, tokens, "bfloat16", group)
+        kernels.layer_needs(layer, pattern, tokens, "bfloat16", group)
 
 
 # --- needs ----------------------------------------------------------------------------------------------

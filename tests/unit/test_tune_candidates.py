@@ -20,6 +20,7 @@ from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.per_tile.model import Costs, predict_per_tile
 from distgemm.gemm.per_tile.select import CONFIGS, ONE_SHOT, SPANNING, gemm_of
 from distgemm.measure.models import MODELS
+from distgemm.plan.patterns import does_pattern
 from distgemm.runtime.cuda.lowering import check_across
 from distgemm.runtime.executable import ExecutionConfig
 from distgemm.schedulers import PATTERNS, Pattern, registry
@@ -28,6 +29,7 @@ from distgemm.simulator.machine import Machine
 from distgemm.tune import UNFUSED, TunedConfig, candidates, list_candidates, predicted, register_candidate, shortlist
 from distgemm.tune.candidates import SLOWDOWN_LIMIT, per_tile_status, specs_of
 from distgemm.tune.search import FINALISTS, finalists, measurable, round_up
+from distgemm.tune.select import fitting
 
 GATHER = "all_gather_1d_tiling_cd_rotating_a"
 CHAIN = "reduce_scatter_1d_tiling_a_rotating_c"
@@ -111,7 +113,9 @@ def test_few_tokens_take_a_library() -> None:
     assert predicted(GemmProblem(128, 14336, 4096), "ag+gemm", 4).text == UNFUSED.text
 
 
-@pytest.mark.parametrize(("file", "most"), [("2xh200", 1.11), ("4xh200", 1.04), ("few_4xh200", 1.03)])
+@pytest.mark.parametrize(
+    ("file", "most"), [("2xh200", 1.11), ("4xh200", 1.04), ("few_4xh200", 1.03), ("all_to_all_2xh200", 1.12)]
+)
 def test_what_is_predicted_is_nearly_the_fastest_measured(file: str, most: float) -> None:
     """In the geometric mean over the rows of a benchmark whose predicted configuration was measured."""
     path = Path(__file__).parents[2] / "benchmarks" / "results" / f"executions_{file}.json"
@@ -183,6 +187,35 @@ def test_all_to_alls_are_considered(pattern: Pattern, split: str) -> None:
     for heads in ({"n_per_rank": (2048,) * 4}, {"k_per_rank": (1024,) * 4}):
         assert "where all ranks have as many" in measurable(dataclasses.replace(PROBLEM, **heads)).reason
     assert measurable(PROBLEM)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "changed"),
+    [
+        ("gemm+a2a", {"m": 2050}),
+        ("gemm+a2a", {"m_per_rank": (1024, 512, 256, 256)}),
+        ("gemm+a2a", {"n_per_rank": (4096, 2048, 1024, 1024)}),
+        ("gemm+a2a", {"n_per_rank": (4096,) * 4}),
+        ("gemm+a2a", {"n_per_rank": (2048, 2048, 6144, 6144)}),
+        ("a2a+gemm", {"m_per_rank": (1024, 512, 256, 256)}),
+        ("a2a+gemm", {"k_per_rank": (4096, 2048, 1024, 1024)}),
+    ],
+    ids=str,
+)
+def test_all_to_alls_that_per_tile_kernels_refuse_have_another_execution(
+    pattern: Pattern, changed: dict[str, Any]
+) -> None:
+    """Both where the model selects, and where a per-tile kernel is recorded for equal shards."""
+    equal = GemmProblem(2048, 8192, 8192)
+    problem = dataclasses.replace(equal, **changed)
+    recorded = next(each for each in shortlist(equal, pattern, 4) if each.execution.execution == "per_tile")
+    assert fitting(recorded, equal, pattern, 4) == recorded
+    for config in (predicted(problem, pattern, 4), fitting(recorded, problem, pattern, 4)):
+        assert config.execution.execution == "multi_kernel"
+        plan = config.plan(problem, 4)
+        assert does_pattern(plan, pattern, problem.copies) and config.option("copies") in {None, problem.copies}
+        shard = plan.shard_shape("D" if pattern == "gemm+a2a" else "A", 1)
+        assert shard[1] == (problem.n_per_rank or problem.k_per_rank or (2048,) * 4)[1]
 
 
 def test_a_kernel_that_there_is_not_is_no_candidate() -> None:

@@ -138,6 +138,16 @@ def gemm_of(plan: Plan, config: str | None = None, *, turned_b: bool = False) ->
             raise refuse(f"{name} is one of {', '.join(BYTES)}, got {dtype}")
     pattern = _pattern_of(plan)
     if pattern is None:
+        for name in "ABD":
+            first, *others = (plan.shard_shape(name, rank) for rank in range(ranks))
+            for rank, shape in enumerate(others, 1):
+                if shape != first:
+                    raise refuse(
+                        f"its ranks hold equal shards, got {name} {first} on rank 0 and {shape} on rank {rank}",
+                        "execution='multi_kernel' executes it; or take extents that the number of ranks divides",
+                    )
+        if plan.box("D", 0) == plan.box("D", 1) and plan.shard_shape("D", 0)[1] < problem.n:
+            raise refuse("it takes D without copies, got the same columns of D on rank 0 and rank 1")
         raise refuse(
             "its ranks hold equal shards: of rows of A and of columns of D for a gather, of k for a reduction, with "
             "rows of D or all of D; for an all-to-all of rows of A or D and columns of the other one, with all of B. "
