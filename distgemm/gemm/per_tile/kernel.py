@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from distgemm.gemm.cubins import open_cubin
+from distgemm.gemm.cutlass import ELEMENTS
 from distgemm.gemm.nvcc import KernelSource
 from distgemm.gemm.per_tile.params import LINE, Params
 from distgemm.gemm.spec import GemmConfig
@@ -18,7 +19,6 @@ from distgemm.schedulers import Pattern
 __all__ = ["BYTES", "GATHERING", "PIECE_BYTES", "PIECE_ROWS", "SUBTILE_ROWS", "WARP_ROWS", "KernelTraits", "Launch"]
 
 PATTERN_NUMBERS: dict[Pattern, int] = {"ag+gemm": 1, "gemm+rs": 2, "gemm+ar": 3, "gemm+a2a": 4, "a2a+gemm": 5}
-CUTLASS_TYPES = {"bfloat16": "cutlass::bfloat16_t", "float16": "cutlass::half_t", "float32": "float"}
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of an element."""
 
@@ -201,9 +201,9 @@ class KernelTraits:
             "DG_STAGES": self.stages,
             "DG_EPILOGUE_STAGES": self.epilogue_stages,
             "DG_SENDS": int(self.sends),
-            "DG_ELEMENT": CUTLASS_TYPES[self.dtype],
-            "DG_RESULT": CUTLASS_TYPES[self.out_dtype],
-            "DG_PARTIAL": CUTLASS_TYPES[self.partial_dtype],
+            "DG_ELEMENT": ELEMENTS[self.dtype],
+            "DG_RESULT": ELEMENTS[self.out_dtype],
+            "DG_PARTIAL": ELEMENTS[self.partial_dtype],
             "DG_A_K_MAJOR": int(self.a_major == "k"),
             "DG_B_K_MAJOR": int(self.b_major == "k"),
         }

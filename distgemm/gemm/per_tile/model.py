@@ -178,7 +178,7 @@ class _Replay:
         sm = rate.peak * self.tile.peak * 1e6 / costs.machine.sms
         self.k = gemm.k * (gemm.ranks if traits.pattern == "a2a+gemm" else 1)  # of a tile's sum
         self.multiply_us = max(2.0 * traits.tile[0] * traits.tile[1] * self.k / sm, costs.ticket)
-        flop = 2.0 * (1 if traits.one_shot or gemm.spans else gemm.ranks) * gemm.m * gemm.n * gemm.k
+        flop = 2.0 * order.shards * gemm.m * gemm.n * self.k
         self.least_us = costs.start + flop / (rate.power * self.tile.power * 1e6)
         self.subtiles = traits.part_bytes // SUBTILE_BYTES
         stored = size * traits.parts * traits.part_bytes * _stored_share(gemm)
@@ -267,8 +267,8 @@ class _Replay:
             rest = (pieces.slices - piece.slice) / pieces.slices * self.multiply_us
             block = piece.distance, piece.row // high
             if self.gemm.spans:  # all shards arrive at the same time
-                for number in range(self.gemm.order.blocks):
-                    found[0, number] = max(found.get((0, number), 0.0), arrives + rest)
+                for row in range(self.gemm.order.blocks):
+                    found[0, row] = max(found.get((0, row), 0.0), arrives + rest)
                 continue
             if traits.pattern == "a2a+gemm":  # a tile adds the slices of all ranks in turn, behind its own
                 block, rest = (0, block[1]), rest * self.peers / self.gemm.ranks
