@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -212,16 +213,23 @@ def domains(of_host: int, domain: tuple[int | None, ...]) -> tuple[tuple[int, ..
         of_host: ranks of each machine, as torchrun says it.
         domain: by rank, its NVLink domain; None: its GPU exports no handle.
     """
-    mine = domain[dist.get_rank()]
-    alive = []
+    rank = dist.get_rank()
+    mine, alive, tried = (
+        domain[rank],
+        list[str](),
+        dist.PrefixStore("tried", dist.distributed_c10d._get_default_store()),
+    )
 
     @contextmanager
     def exported(device: torch.device) -> Iterator[bytes | None]:
         yield None if mine is None else str(mine).encode()
         alive.append("released")
+        others = [f"{other}" for other, one in enumerate(domain) if one is not None]
+        assert not others or tried.check(others), "memory is released before all ranks have tried"
 
     def can_import(handle: bytes) -> bool:
-        assert not alive, "memory was released before all ranks had tried"
+        time.sleep(0.1 * rank)  # some ranks are late
+        tried.set(str(rank), "")
         return handle == str(mine).encode()
 
     with ExitStack() as stack:
