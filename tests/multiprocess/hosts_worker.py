@@ -339,6 +339,18 @@ def calls(mesh: tuple[int, int], check: str) -> list[str]:
     return failures + of_several_hosts(ran, mesh)
 
 
+def noted_later(mesh: tuple[int, int]) -> list[int | None]:
+    """The ranks of a host in the plans of equal calls on all ranks, before and after a mesh says it."""
+    a = torch.ones(2, 3)
+    with distgemm.record_calls() as ran:
+        for _ in range(2):
+            distgemm.all_gather_matmul(a, a, group=dist.group.WORLD)
+        flat_mesh(init_device_mesh("cpu", mesh, mesh_dim_names=HOST_MESH))
+        for _ in range(2):
+            distgemm.all_gather_matmul(a, a, group=dist.group.WORLD)
+    return [call.plan.ranks_per_host for call in ran]
+
+
 def tuned(mesh: tuple[int, int], folder: str) -> dict[str, Any]:
     """What "auto" takes across hosts: predicted, then measured with fakes, recorded, and found again."""
     of_hosts = init_device_mesh("cpu", mesh, mesh_dim_names=HOST_MESH)

@@ -104,3 +104,7 @@ def test_a_host_is_what_shares_memory(
     of_host: int, domain: tuple[int | None, ...], wanted: tuple[int, int], alive: int
 ) -> None:
     assert results(4, worker.domains, of_host, domain) == [(wanted, alive)] * 4
+
+
+def test_calls_that_are_prepared_know_what_a_mesh_says_later() -> None:
+    assert results(4, worker.noted_later, (2, 2)) == [[None, None, 2, 2]] * 4
