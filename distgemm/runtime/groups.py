@@ -50,6 +50,8 @@ class GroupRef:
         self._group = weakref.ref(group)
         self._name = group.group_name
         self._failure = _FAILURES.of(group)
+        self._hosts = _HOSTS.of(group)
+        self._noted = self._hosts.ranks
 
     def __call__(self) -> dist.ProcessGroup:
         group = self._group()
@@ -61,9 +63,10 @@ class GroupRef:
         return group
 
     def takes_calls(self) -> bool:
-        """Whether the group exists, and :func:`raise_if_failed` would not raise."""
+        """Whether the group exists, has the hosts that it had, and :func:`raise_if_failed` would not raise."""
         group, failure = self._group(), self._failure
-        return group is not None and not failure.reason and not failure.occupied and not _is_destroyed(group)
+        same = self._hosts.ranks == self._noted
+        return same and group is not None and not failure.reason and not failure.occupied and not _is_destroyed(group)
 
 
 class PerGroup(Generic[T]):

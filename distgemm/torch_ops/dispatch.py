@@ -456,7 +456,7 @@ def prepare(
         return cast(PreparedCall, None)  # the call is not run
     raise_if_failed(group)
     calls = PREPARED.of(group)
-    key = (pattern, problem, schedule, chunks, device, caller_multiplies)
+    key = (pattern, problem, schedule, chunks, device, caller_multiplies, ranks_per_host(group))
     found = calls.get(key)
     if found is not None and biased in found.compared:
         return found

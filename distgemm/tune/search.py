@@ -150,11 +150,12 @@ def search(
     if not (status := measurable(problem)):
         raise ValueError(status.reason)
     report = progress or (lambda line: None)
-    on = size, hosts = group.size(), ranks_per_host(group)
+    size = group.size()
+    on = size, ranks_per_host(group)
     key = key_of(problem, pattern, *on)
     whole = round_up(problem, pattern, size)
     if write:  # finds a broken file before anything is measured
-        from_first(group, device, lambda: look_up(problem, pattern, size, gpu_name(device), ranks_per_host=hosts))
+        from_first(group, device, lambda: look_up(problem, pattern, size, gpu_name(device)))
     tried = from_first(group, device, lambda: shortlist(whole, pattern, *on))
     if kernels:
         _tune_gemms(whole, tried, group, device, report)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -214,16 +215,23 @@ def domains(of_host: int, domain: tuple[int | None, ...]) -> tuple[tuple[int, ..
         of_host: ranks of each machine, as torchrun says it.
         domain: by rank, its NVLink domain; None: its GPU exports no handle.
     """
-    mine = domain[dist.get_rank()]
-    alive = []
+    rank = dist.get_rank()
+    mine, alive, tried = (
+        domain[rank],
+        list[str](),
+        dist.PrefixStore("tried", dist.distributed_c10d._get_default_store()),
+    )
 
     @contextmanager
     def exported(device: torch.device) -> Iterator[bytes | None]:
         yield None if mine is None else str(mine).encode()
         alive.append("released")
+        others = [f"{other}" for other, one in enumerate(domain) if one is not None]
+        assert not others or tried.check(others), "memory is released before all ranks have tried"
 
     def can_import(handle: bytes) -> bool:
-        assert not alive, "memory was released before all ranks had tried"
+        time.sleep(0.1 * rank)  # some ranks are late
+        tried.set(str(rank), "")
         return handle == str(mine).encode()
 
     with ExitStack() as stack:
@@ -331,6 +339,18 @@ def calls(mesh: tuple[int, int], check: str) -> list[str]:
     with distgemm.record_calls() as ran:
         failures = checks[check]()
     return failures + of_several_hosts(ran, mesh)
+
+
+def noted_later(mesh: tuple[int, int]) -> list[int | None]:
+    """The ranks of a host in the plans of equal calls on all ranks, before and after a mesh says it."""
+    a = torch.ones(2, 3)
+    with distgemm.record_calls() as ran:
+        for _ in range(2):
+            distgemm.all_gather_matmul(a, a, group=dist.group.WORLD)
+        flat_mesh(init_device_mesh("cpu", mesh, mesh_dim_names=HOST_MESH))
+        for _ in range(2):
+            distgemm.all_gather_matmul(a, a, group=dist.group.WORLD)
+    return [call.plan.ranks_per_host for call in ran]
 
 
 def tuned(mesh: tuple[int, int], folder: str) -> dict[str, Any]:
