@@ -286,7 +286,8 @@ def _plans(
 ) -> Iterator[tuple[Candidate, Plan]]:
     """The candidates with such an execution that take the problem and the number of ranks."""
     ranks_per_host = machine.ranks_per_host
-    for candidate in list_candidates(pattern) if ranks_per_host is None else candidates_across(pattern):
+    flat = ranks_per_host is None or problem.copies > 1  # nested schedules have no copies
+    for candidate in list_candidates(pattern) if flat else candidates_across(pattern):
         if candidate.execution != execution or world_size < candidate.min_ranks:
             continue
         candidate = replace(candidate, options=options_for(problem, candidate.options))

@@ -216,6 +216,9 @@ def test_all_to_alls_that_per_tile_kernels_refuse_have_another_execution(
         assert does_pattern(plan, pattern, problem.copies) and config.option("copies") in {None, problem.copies}
         shard = plan.shard_shape("D" if pattern == "gemm+a2a" else "A", 1)
         assert shard[1] == (problem.n_per_rank or problem.k_per_rank or (2048,) * 4)[1]
+    across = predicted(problem, pattern, 4, ranks_per_host=2)
+    assert (across.schedule == candidates.NESTED) == (problem.copies == 1)
+    assert does_pattern(across.plan(problem, 4, 2), pattern, problem.copies)
 
 
 def test_a_kernel_that_there_is_not_is_no_candidate() -> None:
