@@ -114,7 +114,15 @@ def test_few_tokens_take_a_library() -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "most"), [("2xh200", 1.11), ("4xh200", 1.04), ("few_4xh200", 1.03), ("all_to_all_2xh200", 1.12)]
+    ("file", "most"),
+    [
+        ("2xh200", 1.08),
+        ("4xh200", 1.09),  # its rows of 512 tokens were measured before tiles spanned shards
+        ("4xh100", 1.07),
+        ("few_2xh200", 1.07),
+        ("few_4xh100", 1.03),
+        ("all_to_all_2xh200", 1.12),
+    ],
 )
 def test_what_is_predicted_is_nearly_the_fastest_measured(file: str, most: float) -> None:
     """In the geometric mean over the rows of a benchmark whose predicted configuration was measured."""
