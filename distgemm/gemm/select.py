@@ -149,9 +149,9 @@ def _reads(spec: GemmSpec, config: GemmConfig, sms: int) -> tuple[int, float]:
     tiles = order_of_tiles(config, Arguments(spec.m, spec.n, spec.k, spec.l, raster=raster, swizzle=swizzle))
     major, minor = (1, 0) if tiles.along_n else (0, 1)
     counts = [-(-extent // tile) for extent, tile in zip((spec.m, spec.n), config.tile, strict=False)]
-    across = min(config.cluster[minor] << tiles.fields["log_swizzle_size_"], counts[minor])
-    along = min(tiles_at_once(config, sms) / across, counts[major])
-    across = min(max(across, tiles_at_once(config, sms) / along), counts[minor])
+    stripe = min(config.cluster[minor] << tiles.fields["log_swizzle_size_"], counts[minor])
+    along = min(tiles_at_once(config, sms) / stripe, counts[major])
+    across = min(max(stripe, tiles_at_once(config, sms) / along), counts[minor])
     return tiles.blocks, along * config.tile[major] + across * config.tile[minor]
 
 
