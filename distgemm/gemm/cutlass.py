@@ -45,6 +45,7 @@ from distgemm.gemm.tiles import FP8_TILES, MAX_COLUMN_SCALED_SUMS, PLAIN_TILE, T
 from distgemm.plan.problem import DTYPE_BYTES
 
 __all__ = [
+    "ELEMENTS",
     "BoundKernel",
     "CutlassKernel",
     "CutlassLaunch",

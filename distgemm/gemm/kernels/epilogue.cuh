@@ -51,10 +51,10 @@ struct Subtile {
 
 // A collective epilogue, as CUTLASS's kernels expect it.
 class TmaEpilogue {
-  static constexpr int kSecondGroupBarrier = 2;  // promotion.cuh has 0 and 1
+  static constexpr int kSecondGroupBarrier = 2;
   static constexpr bool kPingpong = DG_SCHEDULE == DG_PINGPONG;
-  // The two warp groups of a cooperative kernel for fp8 take turns in the main loop. So each stores its own rows, when
-  // it is ready.
+  // The two warp groups of a cooperative kernel for fp8 do not wait for each other in the main loop. So each stores its
+  // own rows, when it is ready.
   static constexpr bool kSplits = promotes && !kPingpong && !has_source;
   // A warp reads scales and bias of a tile while it is multiplied, so that they are in L1 afterwards.
   static constexpr bool kFetches = promotes && !has_source;

@@ -2,17 +2,14 @@
 // has. So they sum up 128 columns of A and B, which is the depth of a tile, and then the consumer warps add this product
 // to sums in float32. Operands are loaded as by CUTLASS's main loop for fp8.
 //
-// A thread has registers for its sums, and for the product of one wgmma: 64 rows of a warp group's part of the tile, and
-// kWidth columns. So it computes a tile piece by piece.
-//
-// While a warp group waits for its product and adds it, the tensor cores need other work. In cooperative kernels the two
-// warp groups take turns: one issues the wgmmas of a piece when half of the other's are done, and adds its product while
-// those of the other one run. If both issued at the same time, both would add at the same time.
+// While tensor cores compute a product, a warp adds the one before. So a thread has registers for its sums and for two
+// products of its part of the tile. For large tiles there are only registers for one product, of 64 rows of a warp group's
+// part of the tile and kWidth columns: a tile is computed piece by piece, and the other warp group's product is computed
+// meanwhile.
 
 #pragma once
 
 #include "cute/tensor.hpp"
-#include "cutlass/arch/barrier.h"
 #include "cutlass/cutlass.h"
 
 namespace distgemm {
@@ -35,10 +32,12 @@ template <class Base>
 class PromotingMainloop : public Base {
   static constexpr int kGroups = DG_SCHEDULE == DG_COOPERATIVE ? 2 : 1;  // warp groups that share a tile
   static constexpr int kSums = DG_TILE_M * DG_TILE_N / (kGroups * 128);
-  static constexpr int kMostSums = 192;  // with those of a piece. The compiler spills more
-  static constexpr bool kHalves = kSums + DG_TILE_N / 2 > kMostSums && DG_TILE_N % 16 == 0;
+  // Whether there are registers for the sums and two products of a whole tile, or one. The compiler spills more. Scales
+  // of columns take the most registers beside them.
+  static constexpr int kMostOfTwo = !blockwise ? 216 : DG_SCALE_ROWS_B == 1 ? 144 : 192;
+  static constexpr bool kTwo = DG_TILE_M == kGroups * 64 && kSums * 3 <= kMostOfTwo;
+  static constexpr bool kHalves = !kTwo && kSums + DG_TILE_N / 2 > 192 && DG_TILE_N % 16 == 0;
   static constexpr int kWidth = kHalves ? DG_TILE_N / 2 : DG_TILE_N;
-  static constexpr int kTurnThreads = 256;
 
  public:
   // CUTLASS's kernels and the epilogue take the layout of sums from it.
@@ -68,66 +67,88 @@ class PromotingMainloop : public Base {
       Scales& scales) {
     Tensor const shared_a = make_tensor(make_smem_ptr(storage.smem_A.data()), typename Base::SmemLayoutA{});
     Tensor const shared_b = make_tensor(make_smem_ptr(storage.smem_B.data()), typename Base::SmemLayoutB{});
-    int const group = __shfl_sync(0xffffffff, thread / 128, 0);
     TiledMma mma;
-    auto const slice = mma.get_slice(group * 128);
+    auto const slice = mma.get_slice(__shfl_sync(0xffffffff, thread / 128, 0) * 128);
     Tensor const a = slice.make_fragment_A(slice.partition_A(shared_a));  // (MMA, MMA_M, MMA_K, stages)
     Tensor const b = slice.make_fragment_B(slice.partition_B(shared_b));  // (MMA, MMA_N, MMA_K, stages)
     auto product = make_fragment_like(sums(_, 0, 0));                     // ((2, 2, kWidth / 8))
     constexpr int kSteps = size<2>(a), kDown = size<1>(Sums{}), kPieces = kDown * size<2>(Sums{});
-    auto const issue = [&](int m, int n, int first, int end) CUTLASS_LAMBDA_FUNC_INLINE {
+    auto const start = [&](auto& into, int m, int n) CUTLASS_LAMBDA_FUNC_INLINE {
+      warpgroup_fence_operand(into);
+      warpgroup_arrive();
       CUTLASS_PRAGMA_UNROLL
-      for (int i = first; i < end; ++i) {
+      for (int i = 0; i < kSteps; ++i) {
         mma.accumulate_ = i ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
-        cute::gemm(mma, a(_, m, i, state.index()), b(_, n, i, state.index()), product);
+        cute::gemm(mma, a(_, m, i, state.index()), b(_, n, i, state.index()), into);
       }
       warpgroup_commit_batch();
     };
+    auto read = state;
+    auto const release = [&] {
+      pipeline.consumer_release(read);
+      ++read;
+    };
     clear(sums);
-    begin_turns_(group);
     scales.load();
-    while (true) {
-      scales.take();
-      if (count > 1) scales.load();
-      CUTLASS_PRAGMA_UNROLL
-      for (int piece = 0; piece < kPieces; ++piece) {
-        int const m = piece % kDown, n = piece / kDown;
-        // It is there. But without the branch, ptxas would let a group wait for its turn before it adds the last product.
-        if (piece) pipeline.consumer_wait(state);
-        wait_for_turn_(group);
-        warpgroup_fence_operand(product);
-        warpgroup_arrive();
-        issue(m, n, 0, kSteps / 2);
-        issue(m, n, kSteps / 2, kSteps);
-        warpgroup_wait<1>();
-        end_turn_(group);
-        warpgroup_wait<0>();
-        warpgroup_fence_operand(product);
-        if (piece == kPieces - 1) {
-          pipeline.consumer_release(state);
-          ++state;
+    if constexpr (kTwo) {
+      static_assert(kPieces == 1);
+      auto other = make_fragment_like(product);
+      auto const add = [&](auto& from, bool last) CUTLASS_LAMBDA_FUNC_INLINE {
+        warpgroup_fence_operand(from);
+        release();
+        scales.take();
+        if (!last) scales.load();
+        scales.add(sums, from, 0, 0);
+      };
+      // Waits for the next stage. Without one, adds the last product and returns true.
+      auto const ends = [&](auto& last) CUTLASS_LAMBDA_FUNC_INLINE {
+        ++state;
+        if (--count) {
+          pipeline.consumer_wait(state);
+          return false;
         }
-        scales.add(sums, product, m, n);
+        warpgroup_wait<0>();
+        add(last, true);
+        return true;
+      };
+      auto const follow = [&](auto& earlier, auto& later) CUTLASS_LAMBDA_FUNC_INLINE {
+        start(later, 0, 0);
+        warpgroup_wait<1>();
+        add(earlier, false);
+      };
+      // Otherwise ptxas would initialise them while wgmmas run.
+      warpgroup_fence_operand(sums);
+      warpgroup_fence_operand(other);
+      start(product, 0, 0);
+      while (true) {
+        if (ends(product)) break;
+        follow(product, other);
+        if (ends(other)) break;
+        follow(other, product);
       }
-      if (--count == 0) break;
-      pipeline.consumer_wait(state);
+    } else {
+      while (true) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int piece = 0; piece < kPieces; ++piece) {
+          int const m = piece % kDown, n = piece / kDown;
+          // It is there. But without the branch, ptxas would begin this piece before it adds the last one.
+          if (piece) pipeline.consumer_wait(state);
+          start(product, m, n);
+          if (piece == 0) {
+            scales.take();
+            if (count > 1) scales.load();
+          }
+          warpgroup_wait<0>();
+          warpgroup_fence_operand(product);
+          if (piece == kPieces - 1) release();
+          scales.add(sums, product, m, n);
+        }
+        ++state;
+        if (--count == 0) break;
+        pipeline.consumer_wait(state);
+      }
     }
   }
-
- private:
-  // The first group has the first turn. The last turn of all ends for nobody.
-  CUTLASS_DEVICE void begin_turns_(int group) {
-    if (kGroups == 2 && group == 1 && !begun_) cutlass::arch::NamedBarrier::arrive(kTurnThreads, 0);
-    begun_ = true;
-  }
-  CUTLASS_DEVICE static void wait_for_turn_(int group) {
-    if (kGroups == 2) cutlass::arch::NamedBarrier::sync(kTurnThreads, group);
-  }
-  CUTLASS_DEVICE static void end_turn_(int group) {
-    if (kGroups == 2) cutlass::arch::NamedBarrier::arrive(kTurnThreads, 1 - group);
-  }
-
-  bool begun_ = false;
 };
 
 }  // namespace distgemm
