@@ -121,7 +121,7 @@ def rough_rate(config: GemmConfig) -> float:
 
 
 def every_config(provider: CutlassProvider, spec: GemmSpec) -> list[GemmConfig]:
-    """The configurations with listed and further tiles that may be fast, each in CUTLASS's own order of tiles."""
+    """The configurations with listed and further tiles that may be fast, each in one order of tiles."""
     listed = candidates(provider, spec)
     further = (
         GemmConfig((*tile.extents, listed[0].tile[2]), cluster, tile.kernel_schedule)

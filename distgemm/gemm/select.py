@@ -128,9 +128,10 @@ def order(spec: GemmSpec, configs: list[GemmConfig], streams: int = 1) -> list[G
 def tile_order(spec: GemmSpec, config: GemmConfig, sms: int = SMS) -> GemmConfig:
     """A configuration with the order of tiles in which those that run at once read the fewest rows of A and B.
 
-    CUTLASS's own order stays if another one saves little, or if its stripes need tiles outside of D.
+    CUTLASS's own order stays if another one saves little, or if its stripes need tiles outside of D. It stays for fp8,
+    where other orders were not measured.
     """
-    if config.kernel_schedule == "plain":
+    if config.kernel_schedule == "plain" or spec.a.dtype in FP8:
         return config
     blocks, rows = _reads(spec, config, sms)
     found, least = config, MIN_SAVING * rows
@@ -149,9 +150,9 @@ def _reads(spec: GemmSpec, config: GemmConfig, sms: int) -> tuple[int, float]:
     tiles = order_of_tiles(config, Arguments(spec.m, spec.n, spec.k, spec.l, raster=raster, swizzle=swizzle))
     major, minor = (1, 0) if tiles.along_n else (0, 1)
     counts = [-(-extent // tile) for extent, tile in zip((spec.m, spec.n), config.tile, strict=False)]
-    across = min(config.cluster[minor] << tiles.fields["log_swizzle_size_"], counts[minor])
-    along = min(tiles_at_once(config, sms) / across, counts[major])
-    across = min(max(across, tiles_at_once(config, sms) / along), counts[minor])
+    stripe = min(config.cluster[minor] << tiles.fields["log_swizzle_size_"], counts[minor])
+    along = min(tiles_at_once(config, sms) / stripe, counts[major])
+    across = min(max(stripe, tiles_at_once(config, sms) / along), counts[minor])
     return tiles.blocks, along * config.tile[major] + across * config.tile[minor]
 
 

@@ -53,7 +53,7 @@ class Measured:
 
 
 def candidates(provider: CutlassProvider, spec: GemmSpec, streams: int = 1) -> list[GemmConfig]:
-    """The configurations worth measuring, each in CUTLASS's own order of tiles.
+    """The configurations worth measuring, each in the order of tiles that is predicted to be the best.
 
     For several streams also configurations that leave SMs to the other streams.
 
@@ -78,7 +78,7 @@ def with_other_memory(tensors: GemmTensors) -> GemmTensors:
 def tune(tensors: GemmTensors, streams: int = 1, finalists: int = 3, write: bool = True) -> Measured:
     """Search the fastest configuration for these tensors. Takes seconds once the kernels are compiled. Overwrites D.
 
-    All tile shapes are measured in CUTLASS's own order of tiles, on two streams also with half of the SMs each. Then
+    All tile shapes are measured in the predicted order of tiles, on two streams also with half of the SMs each. Then
     the best few are measured in all orders.
 
     Args:
