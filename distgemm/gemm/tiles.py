@@ -63,8 +63,8 @@ TILES: tuple[Tile, ...] = (
 """Tiles of kernels with TMA and wgmma. Of configurations with equal estimates, the first listed is taken."""
 
 MAX_FP8_SUMS = 128
-"""Kernels for fp8 with TMA have registers for all sums, and for one or two products, which are added to them after every
-128 of k. The compiler spills those of larger tiles."""
+"""Kernels for fp8 with TMA have registers for all sums, and for one or two products, which are added to them after
+every 128 of k. The compiler spills those of larger tiles."""
 
 MAX_COLUMN_SCALED_SUMS = 80
 """As ``MAX_FP8_SUMS``, if each column of D has scales of its own, which take registers, too."""
