@@ -10,7 +10,7 @@ With one GPU the kernel is that of rank 0 of 8. All its flags are set before, an
 is measured is the kernel's own cost, with stores that leave as slowly as over a link. With several GPUs the time is
 that of the slowest rank, and each result is compared with a product in float32. Kernels and variants of a row are
 measured in turn, round by round. "link" is the time of the bytes that a rank sends, at 376 GB/s. The row "tiny" has
-one tile of each shard.
+one tile of each shard. "_span" ends the names of kernels whose tiles span shards of few rows.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from typing import Any, NamedTuple
 import torch
 
 from distgemm.gemm.nvcc import build
-from distgemm.gemm.per_tile.bind import RATES, RankGemm, Space, params_of
+from distgemm.gemm.per_tile.bind import RankGemm, Space, may_span, params_of
 from distgemm.gemm.per_tile.epochs import TICKET_BITS
 from distgemm.gemm.per_tile.kernel import GATHERING, KernelTraits, Launch
 from distgemm.gemm.per_tile.local import LocalRanks
 from distgemm.gemm.per_tile.params import CONTROL_BYTES, Control
-from distgemm.gemm.per_tile.select import CONFIGS, traits_of
+from distgemm.gemm.per_tile.select import CONFIGS, SPANNING, traits_of
 from distgemm.measure.models import MODELS
 from distgemm.measure.timing import time_launches
-from distgemm.schedulers import Pattern
+from distgemm.schedulers import PATTERNS, Pattern
 
 TP = 8
 LINK_GB_PER_S = 376.0
@@ -110,6 +110,7 @@ class Variant:
 
 
 PLAIN = Variant("plain")
+SPANS = Variant("span", gemm={"spans": True})
 STORES = (
     *(Variant(f"{rate} GB/s", call={"gb_per_s": float(rate)}) for rate in (340, 374, 390, 0)),
     *(Variant(f"lead {lead}", gemm={"lead": lead}) for lead in (0, 8)),
@@ -126,28 +127,30 @@ VARIANTS: dict[Pattern, Sequence[Variant]] = {
     "gemm+a2a": STORES,
     "a2a+gemm": (Variant("gathered", gathers=True), *(Variant(f"group {x}", gemm={"group": x}) for x in (1, 2, 4))),
 }
-ALL_TO_ALLS: dict[tuple[str, Pattern], Pattern] = {("qkv", "ag+gemm"): "gemm+a2a", ("out", "gemm+rs"): "a2a+gemm"}
-"""Patterns of a layer whose ranks have whole weights. They are measured if --only names them."""
 
 
 def rows(tokens: Sequence[int], only: Sequence[str]) -> Iterator[Row]:
     for m in tokens:
         for name, model in MODELS.items():
             for layer in model.layers:
-                for pattern in layer.patterns:
+                for pattern in (*layer.patterns, *layer.all_to_alls):
                     row = Row(f"{name.removeprefix('llama-3-')} {layer.name}", pattern, *layer.local(m, TP))
-                    if not only or row.layer in only or pattern in only:
+                    if pattern in only or (pattern in PATTERNS and (not only or row.layer in only)):
                         yield row
-                    other = ALL_TO_ALLS.get((layer.name, pattern))
-                    if other is not None and other in only:
-                        yield row._replace(pattern=other)
 
 
-def kernels(row: Row, ranks: int, sends: bool) -> list[KernelTraits]:
-    """Those that executables have; 64x128 with clusters of 1x2 only for shards of 64 rows."""
-    configs = CONFIGS[row.pattern] if row.m // ranks <= 64 else CONFIGS[row.pattern][:-1]
-    found = [traits_of(config, row.pattern) for config in configs]
-    return [replace(traits, sends=sends and traits.sends) for traits in found]
+def kernels(row: Row, ranks: int, sends: bool) -> dict[str, tuple[KernelTraits, Variant]]:
+    """Those that executables have, and the same without spanning; 64x128 with clusters of 1x2 only for 64 rows."""
+    found = {}
+    for config in dict.fromkeys((*CONFIGS[row.pattern], *SPANNING)):
+        traits = traits_of(config, row.pattern)
+        spans = may_span(traits, ranks, row.m // ranks)
+        traits = replace(traits, sends=sends and traits.sends)
+        if config in CONFIGS[row.pattern][: None if row.m // ranks <= 64 else -1]:
+            found[label(traits)] = traits, PLAIN
+        if spans:
+            found[f"{label(traits)}_span"] = traits, SPANS
+    return found
 
 
 def label(traits: KernelTraits) -> str:
@@ -160,7 +163,7 @@ def every_kernel(measured: Sequence[Row], gpus: int, variants: bool) -> list[Ker
     """All kernels that may be launched."""
     found: dict[KernelTraits, None] = {}
     for row in measured:
-        for traits in kernels(row, TP if gpus == 1 else gpus, gpus > 1):
+        for traits, _ in kernels(row, TP if gpus == 1 else gpus, gpus > 1).values():
             found[traits] = None
             for variant in VARIANTS[row.pattern] if variants else ():
                 if variant.fits(traits):
@@ -206,12 +209,14 @@ def main() -> None:
 def measure(row: Row, gpus: int, rounds: int, variants: bool) -> dict[str, float]:
     """The time of each kernel, us, and that of each variant of the fastest one."""
     there = _OneGpu(row) if gpus == 1 else _Gpus(row, gpus)
-    pairs = [(traits, PLAIN) for traits in kernels(row, there.ranks, gpus > 1)]
-    found = there.time({label(traits): (traits, PLAIN) for traits, _ in pairs}, rounds)
+    pairs = kernels(row, there.ranks, gpus > 1)
+    found = there.time(pairs, rounds)
     if variants:
-        by_label = {label(traits): traits for traits, _ in pairs}
-        best = by_label[min(by_label, key=lambda name: found[name])]
-        changed = {"again": PLAIN} | {v.name: v for v in VARIANTS[row.pattern] if v.fits(best)}
+        best, plain = pairs[min(pairs, key=lambda name: found[name])]
+        changed = {"again": plain}
+        for one in VARIANTS[row.pattern]:
+            if one.fits(best):
+                changed[one.name] = replace(one, gemm={**plain.gemm, **one.gemm})
         found |= there.time({name: (best, variant) for name, variant in changed.items()}, rounds)
     return found
 
@@ -225,7 +230,7 @@ class _Place:
     def gemm(self, traits: KernelTraits, variant: Variant) -> RankGemm:
         row = self.row
         gemm = RankGemm(variant.of(traits), tuple(range(1, self.ranks)), row.m // self.ranks, row.n, row.k)
-        changes = dict(variant.gemm)
+        changes = {**variant.gemm, "m": row.m} if "spans" in variant.gemm else dict(variant.gemm)
         if "lead" in changes:
             changes["lead"] = min(changes["lead"], gemm.order.units)
         return RankGemm(**{each.name: getattr(gemm, each.name) for each in fields(gemm)} | changes)
@@ -244,17 +249,18 @@ class _OneGpu(_Place):
     def launch(self, traits: KernelTraits, variant: Variant) -> tuple[Launch, torch.Tensor]:
         row, gemm = self.row, self.gemm(traits, variant)
         gathers = gemm.traits.gathers
-        layout = Space((), 0, gemm.flags, gemm.slot_bytes)
+        sizes = gemm.flags, gemm.slot_bytes, gemm.packet_bytes
+        layout = Space((), 0, *sizes)
         memory = torch.zeros(TP, layout.size, dtype=torch.uint8, device="cuda")
         own = memory[0]
         own[:8].view(torch.int64).fill_(EPOCH << TICKET_BITS)
         own[Control.begun.offset : CONTROL_BYTES].view(torch.int64).fill_(EPOCH)
         own[layout.slots_at :].view(torch.bfloat16).normal_()  # with zeros, a GPU draws less power and runs faster
         own[layout.flags_at : layout.flags_at + 2 * gemm.flags * 8].view(torch.int64).fill_(EPOCH)
-        space = Space([x.data_ptr() for x in memory], 0, gemm.flags, gemm.slot_bytes)
+        space = Space([x.data_ptr() for x in memory], 0, *sizes)
         (rows_of_a, _), _, (rows_of_d, _) = row.shapes(self.ranks)
         shard, result = self.a[:rows_of_a], self.d[:rows_of_d]
-        call = {"gb_per_s": 0.0 if gathers else RATES[row.pattern], **variant.call}
+        call = {"gb_per_s": 0.0 if gathers else gemm.traits.gb_per_s, **variant.call}
         if variant.gathers:
             call["gathered"] = self.gathered if row.pattern == "ag+gemm" else self.gathered.view(gemm.m, -1)
         params = params_of(gemm, space, shard, self.b, result, epochs_a_replay=0, **call)
@@ -338,7 +344,7 @@ class _Gpus(_Place):
         ready = {}
         for name, (traits, variant) in which.items():
             there = LocalRanks(self.gemm(traits, variant), self.ranks)
-            options = {"gb_per_s": RATES[self.row.pattern], **variant.call}
+            options = {"gb_per_s": traits.gb_per_s, **variant.call}
             calls = self.calls
             if variant.gathers:
                 calls = [{**call, "gathered": x} for call, x in zip(calls, self.gathered, strict=True)]

@@ -1,13 +1,15 @@
 """Measures how fast the default configurations of CUTLASS are, on shapes that nothing was recorded for.
 
-    python benchmarks/untuned.py --json benchmarks/results/untuned_h200.json           chosen against cuBLAS
-    python benchmarks/untuned.py --every --json FILE                                  each configuration
-    python benchmarks/untuned.py --build                                              compile, and end
+    python benchmarks/untuned.py --json FILE                           48 held-out shapes, chosen against cuBLAS
+    python benchmarks/untuned.py --every --json FILE                   the same shapes, each configuration
+    python benchmarks/untuned.py --random 80 --every --json FILE       random shapes, each configuration
+    python benchmarks/untuned.py --every --build                       compile what any of them needs, and end
 
 Recorded configurations are not read. The held-out shapes are layers of models that no shipped file has: one rank's
-share of 2 to 8. With ``--every``, other shapes, drawn at random, are measured with each tile configuration, and the
-best of these with each order of tiles. The constants of ``distgemm.gemm.select`` and ``distgemm.gemm.tiles`` come from
-such a run; the held-out shapes say how well they serve.
+share of 2 to 8. With ``--every``, each tile is measured with each of its clusters, unless the heuristic expects it to
+be much slower than the best one, and the best tiles with each order of tiles. The constants of
+``distgemm.gemm.select`` and ``distgemm.gemm.tiles`` come from such a run with random shapes; the held-out shapes say
+how well they serve.
 """
 
 from __future__ import annotations
@@ -29,11 +31,23 @@ from rich.progress import track
 from distgemm.gemm import GemmConfig, GemmSpec, GemmTensors, MatrixSpec, get_provider
 from distgemm.gemm.cutlass import CutlassProvider, kernel_source
 from distgemm.gemm.nvcc import build
+from distgemm.gemm.select import tile_of, work
+from distgemm.gemm.tiles import Tile
 from distgemm.measure.timing import time_launches
 from distgemm.tune.gemm import TILE_ORDERS, candidates
 
-FINALISTS = 3
-"""Configurations that are measured in all orders of tiles."""
+FINALISTS = 4
+"""Tiles that are measured in all orders of tiles, each with its best cluster."""
+WORTH_MEASURING = 1.3
+"""Configurations whose time, roughly estimated, is more than so many times the least one are not measured."""
+FURTHER_TILES = (
+    *(Tile("cooperative", (256, n), ((1, 2), (2, 1)), rate=0.0) for n in (144, 176, 192, 208)),
+    *(Tile("cooperative", (128, n), ((1, 2), (2, 1)), rate=0.0) for n in (64, 80, 96, 112, 128, 144, 160)),
+    *(Tile("cooperative", (128, n), ((2, 1),), rate=0.0) for n in (176, 208, 240)),
+    *(Tile("pingpong", (128, n), ((2, 1),), rate=0.0) for n in (64, 96, 160, 192)),
+    *(Tile("pingpong", (64, n), ((2, 1),), rate=0.0) for n in (128, 192, 256)),
+)
+"""Tiles that are not listed, or with other clusters. They are measured with ``--every``."""
 MAX_FLOP = 2.5e12
 """Of a random shape: more would take most of the time."""
 
@@ -100,6 +114,25 @@ def default(provider: CutlassProvider, spec: GemmSpec) -> GemmConfig:
     return provider.configs(spec)[0]
 
 
+def rough_rate(config: GemmConfig) -> float:
+    """The rate of a tile if nothing was measured: elements of D for each element of A and B decide."""
+    m, n, _ = config.tile
+    return min(1.0, 0.2 + m * n / (m + n) / 80)
+
+
+def every_config(provider: CutlassProvider, spec: GemmSpec) -> list[GemmConfig]:
+    """The configurations with listed and further tiles that may be fast, each in CUTLASS's own order of tiles."""
+    listed = candidates(provider, spec)
+    further = (
+        GemmConfig((*tile.extents, listed[0].tile[2]), cluster, tile.kernel_schedule)
+        for tile in FURTHER_TILES
+        for cluster in tile.clusters
+    )
+    times = {one: work(spec, one) / rough_rate(one) for one in [*listed, *further]}
+    limit = WORTH_MEASURING * min(times.values())
+    return [one for one, time in times.items() if one == listed[0] or time <= limit]
+
+
 def measured(shape: Shape, every: bool, rounds: int, burst_ms: float) -> dict[str, Any]:
     """The times of a shape, ms: cuBLAS, the default, and with ``every`` all that could be taken."""
     provider, spec = CutlassProvider(), shape.spec
@@ -113,11 +146,14 @@ def measured(shape: Shape, every: bool, rounds: int, burst_ms: float) -> dict[st
         return dict(zip(["cublas", *map(str, configs)], (round(ms, 6) for ms in found), strict=True))
 
     chosen = default(provider, spec)
-    tiles = candidates(provider, spec) if every else [replace(chosen, raster="heuristic", swizzle=1)]
+    tiles = every_config(provider, spec) if every else [replace(chosen, raster="heuristic", swizzle=1)]
     tiles += [chosen] * (chosen not in tiles)
     found = times(tiles)
     if every:
-        best = sorted(tiles, key=lambda config: found[str(config)])[:FINALISTS]
+        fastest: dict[tuple[Any, ...], GemmConfig] = {}
+        for config in sorted(tiles, key=lambda config: found[str(config)]):
+            fastest.setdefault(tile_of(config), config)
+        best = list(fastest.values())[:FINALISTS]
         orders = [replace(config, raster=raster, swizzle=swizzle) for config in best for raster, swizzle in TILE_ORDERS]
         again = times(best + orders)
         found = again | {
@@ -128,17 +164,18 @@ def measured(shape: Shape, every: bool, rounds: int, burst_ms: float) -> dict[st
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--every", action="store_true", help="random shapes, each configuration")
-    parser.add_argument("--count", type=int, default=150, help="of random shapes")
+    parser.add_argument("--every", action="store_true", help="each configuration, not only the chosen one")
+    parser.add_argument("--random", type=int, metavar="N", help="N random shapes instead of the held-out ones")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--burst-ms", type=float, default=3.0)
     parser.add_argument("--build", action="store_true", help="compile the kernels, and end; it needs no GPU")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to a file")
     args = parser.parse_args()
-    shapes = drawn(args.count) if args.every else held_out()
+    shapes = drawn(args.random) if args.random else held_out()
     provider = CutlassProvider("90a") if args.build else CutlassProvider()
-    chosen = candidates if args.every else lambda provider, spec: [default(provider, spec)]
-    build([kernel_source(shape.spec, one, provider.arch) for shape in shapes for one in chosen(provider, shape.spec)])
+    wanted = every_config if args.every else lambda provider, spec: [default(provider, spec)]
+    built = [*shapes, *drawn(args.random or 80)] if args.build else shapes
+    build([kernel_source(shape.spec, one, provider.arch) for shape in built for one in wanted(provider, shape.spec)])
     if args.build:
         return 0
     rows = []

@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from distgemm.arguments import boolean, finite, instance, member, string
 from distgemm.gemm import GemmConfig, list_providers
 from distgemm.plan.derive import make_plan
+from distgemm.plan.options import with_hosts
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import GemmProblem
-from distgemm.runtime.checks import check_hosts, group_of_hosts, resolve_group
+from distgemm.runtime.checks import check_hosts, resolve_group
 from distgemm.runtime.cuda import CudaExecutable, PerTileExecutable, compile_plan
 from distgemm.runtime.executable import (
     EXECUTION_FIELDS,
@@ -22,9 +23,10 @@ from distgemm.runtime.executable import (
     OnTimeout,
     WaitBy,
 )
+from distgemm.runtime.groups import ranks_per_host
 from distgemm.runtime.torch_arguments import read_device
 from distgemm.runtime.unfused import UnfusedExecutable
-from distgemm.schedulers import Pattern, check_pattern, schedule_mesh_rank
+from distgemm.schedulers import Pattern, check_pattern
 from distgemm.tune import executable
 
 __all__ = ["compile"]
@@ -106,12 +108,9 @@ def compile(
         GemmConfig.parse(config)
     if device is not None:
         device = read_device("device", device, ("cuda", "cpu") if schedule == "auto" else ("cuda",))
-    ranks_of_all, hosts = group_of_hosts(group)
-    whole = resolve_group(ranks_of_all)
+    whole = resolve_group(group)
     given = ExecutionConfig(provider, config, gemm_streams, execution, wait_by, merge_copies)
     if schedule == "auto" or pattern is not None or tune is not None:
-        if hosts is not None:
-            raise ValueError("schedule='auto' selects for the ranks of one host so far; name a schedule across hosts")
         if schedule != "auto" or pattern is None or not isinstance(plan, GemmProblem):
             raise ValueError(
                 f"pattern and tune are for a problem with schedule='auto', got {schedule!r} and pattern {pattern!r}"
@@ -125,12 +124,10 @@ def compile(
     if isinstance(plan, GemmProblem):
         if schedule is None:
             raise ValueError("schedule is None, and a problem needs a name of distgemm.list_schedules()")
-        if hosts is not None:
-            on_both = {"mesh": hosts} if schedule_mesh_rank(schedule) == len(hosts) else {}
-            options = {"ranks_per_host": hosts[1]} | on_both | options
-        ranks = None if "mesh" in options else dist.get_world_size(whole)
+        options = with_hosts(schedule, options, whole.size(), ranks_per_host(whole))
+        ranks = None if "mesh" in options else whole.size()
         plan = make_plan(plan, schedule, ranks, **({"sync": "barrier"} | options))
     elif schedule is not None or options:
         raise ValueError(f"a plan has its schedule and options already, got {schedule!r} and {options}")
-    check_hosts(plan, hosts)
+    check_hosts(plan, whole)
     return compile_plan(plan, given, group=whole, device=device, timeout=timeout, on_timeout=on_timeout)

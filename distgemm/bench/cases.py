@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from distgemm.measure.models import MODELS, get_model
 from distgemm.plan.patterns import does_pattern
 from distgemm.plan.problem import GemmProblem
-from distgemm.schedulers import PATTERNS, Pattern, schedule_options
+from distgemm.schedulers import Pattern, list_patterns, schedule_options
 
 if TYPE_CHECKING:
     from distgemm.tune import TunedConfig
@@ -20,6 +20,12 @@ LAYERS = tuple(layer.name for layer in next(iter(MODELS.values())).layers)
 GATHER = "all_gather_1d_tiling_cd_rotating_a"
 CHAIN, PAIRWISE = "reduce_scatter_1d_tiling_a_rotating_c", "reduce_scatter_1d_pairwise_a"
 CHAIN_AR, PAIRWISE_AR = "all_reduce_1d_tiling_a_rotating_c", "all_reduce_1d_pairwise_a"
+DIRECT: dict[Pattern, str] = {
+    "ag+gemm": GATHER,
+    "gemm+a2a": "all_to_all_1d_rotating_d",
+    "a2a+gemm": "all_to_all_1d_rotating_a",
+}
+"""Of each pattern that sends no partial sums."""
 
 
 def _reductions(chain: str, pairwise: str) -> tuple[str, ...]:
@@ -31,14 +37,17 @@ def _reductions(chain: str, pairwise: str) -> tuple[str, ...]:
 
 
 CANDIDATES: dict[Pattern, tuple[str, ...]] = {
-    "ag+gemm": tuple(f"{GATHER} chunks={chunks}{more}" for more in ("", " provider=cublas") for chunks in (1, 2)),
     "gemm+rs": _reductions(CHAIN, PAIRWISE),
     "gemm+ar": _reductions(CHAIN_AR, PAIRWISE_AR),
+    **{
+        pattern: tuple(f"{name} chunks={chunks}{more}" for more in ("", " provider=cublas") for chunks in (1, 2))
+        for pattern, name in DIRECT.items()
+    },
 }
 """The configurations that are tried by default, as :meth:`distgemm.tune.TunedConfig.parse` reads them."""
 
 FEWER_CANDIDATES: dict[Pattern, tuple[str, ...]] = {
-    "ag+gemm": (f"{GATHER} chunks=1", f"{GATHER} chunks=1 provider=cublas"),
+    **{pattern: (f"{name} chunks=1", f"{name} chunks=1 provider=cublas") for pattern, name in DIRECT.items()},
     "gemm+rs": (f"{CHAIN} chunks=2", f"{PAIRWISE} chunks=1"),
     "gemm+ar": (f"{CHAIN_AR} chunks=2", f"{PAIRWISE_AR} chunks=1"),
 }
@@ -78,6 +87,8 @@ class Case(NamedTuple):
         """m, n, k of the GEMM of one rank."""
         if self.pattern == "ag+gemm":
             return self.m, self.n // self.ranks, self.k
+        if self.pattern in {"gemm+a2a", "a2a+gemm"}:
+            return self.m // self.ranks, self.n, self.k
         return self.m, self.n, self.k // self.ranks
 
     @property
@@ -118,7 +129,7 @@ def cases(
         ValueError: for an unknown name, for more ranks than tp, for layers that tp ranks cannot share evenly, and if no
             layer has one of the patterns.
     """
-    for option, given, known in (("--layer", layers, LAYERS), ("--pattern", patterns, PATTERNS)):
+    for option, given, known in (("--layer", layers, LAYERS), ("--pattern", patterns, list_patterns())):
         for name in given:
             if name not in known:
                 raise ValueError(f"{option} is one of {', '.join(known)}, got {name!r}")
@@ -131,7 +142,7 @@ def cases(
                 continue
             n, k = layer.among(ranks, tp)
             for m in ms:
-                for pattern in layer.patterns:
+                for pattern in (*layer.patterns, *layer.all_to_alls):
                     if pattern in patterns:
                         found.append(Case(model, layer.name, pattern, m, n, k, ranks, tp, dtype))
     if not found:

@@ -11,6 +11,7 @@ from distgemm.bench.report import AUTO, OURS
 from distgemm.bench.report import UNFUSED as NCCL
 from distgemm.gemm.cache import Entries
 from distgemm.plan import GemmProblem
+from distgemm.schedulers import PATTERNS
 from distgemm.tune.cache import CACHE, key_of
 from distgemm.tune.config import UNFUSED, TunedConfig
 from distgemm.tune.search import Tuned, entry_of, fastest_of, with_fallback
@@ -44,11 +45,12 @@ def record_benchmark(result: Mapping[str, Any], *, write: bool = True) -> list[T
         key = key_of(GemmProblem(row["m"], row["n"], row["k"]), row["pattern"], row["ranks"])
         times: dict[TunedConfig, float] = {}
         refused: dict[str, str] = {}
+        unfused = UNFUSED_PROGRAMS if row["pattern"] in PATTERNS else {}
         for method in row["methods"]:
             if method["wrong"]:
                 raise ValueError(f"{key}: {method['name']} was wrong: {method['error']}")
             ours = method["kind"] == OURS and method["name"] != AUTO
-            config = parse_candidate(method["name"]) if ours else UNFUSED_PROGRAMS.get(method["name"])
+            config = parse_candidate(method["name"]) if ours else unfused.get(method["name"])
             if config is not None and method["error"]:
                 refused[str(config)] = method["error"]
             elif config is not None:

@@ -70,14 +70,16 @@ def copies_alone(operation: Operation) -> list[Method]:
     """The operation's copies without signals and GEMMs, after a barrier of all ranks; and the barrier alone.
 
     Copy engines push the bytes on one stream: rank r sends to r-1, then to r-2, ... With "ag+gemm" it sends its shard
-    of A; else the partial sums of each peer's rows of D; with "gemm+ar" then also its own rows of D to all.
+    of A; with an all-to-all its rows of each peer's columns, or each peer's rows of its columns; else the partial sums
+    of each peer's rows of D; with "gemm+ar" then also its own rows of D to all.
 
     Without the barrier, ranks would fall out of step, and two ranks would send to one at half the speed. The time of
     the copies is the difference of both methods.
     """
     p, group = operation.problem, operation.group
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    rows, columns = p.m // size, p.k if operation.pattern == "ag+gemm" else p.n
+    rows = p.m // size
+    columns = {"ag+gemm": p.k, "gemm+a2a": p.n // size, "a2a+gemm": p.k // size}.get(operation.pattern, p.n)
     dtype, device = operation.a.dtype, operation.device
     slots = symmetric_memory.empty(size, rows, columns, dtype=dtype, device=device)  # one for each sender
     handle = symmetric_memory.rendezvous(slots, group)

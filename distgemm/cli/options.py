@@ -18,7 +18,7 @@ from distgemm.plan.derive import MECHANISMS, SYNCS, WORKSPACES
 from distgemm.plan.options import Mesh, parse_mesh, parse_options
 from distgemm.plan.problem import DTYPES, GemmProblem
 from distgemm.plan.scaling import SCALINGS, read_scaling
-from distgemm.schedulers import PATTERNS, list_patterns, list_schedules, schedule_mesh_rank
+from distgemm.schedulers import list_patterns, list_schedules, schedule_mesh_rank
 from distgemm.schedulers.registry import MAX_RANKS
 from distgemm.simulator.machine import Machine, list_machines
 
@@ -298,7 +298,9 @@ Layers = Annotated[
 ]
 Patterns = Annotated[
     list[str] | None,
-    _choice("--pattern", values=PATTERNS, metavar="NAME", help="Patterns; repeatable", default="ag+gemm and gemm+rs"),
+    _choice(
+        "--pattern", values=list_patterns(), metavar="NAME", help="Patterns; repeatable", default="ag+gemm and gemm+rs"
+    ),
 ]
 Tokens = Annotated[
     list[int] | None,

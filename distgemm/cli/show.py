@@ -71,8 +71,8 @@ def show_command(
 
         if paths:
             raise ValueError("-o draws a schedule, and --per-tile shows text only")
-        order = gemm_of(make_plan(GemmProblem(m, n, n), scheduler), per_tile).order
-        typer.echo(show_tile_order(order, rank, limit=limit, width=width))
+        gemm = gemm_of(make_plan(GemmProblem(m, n, n), scheduler), per_tile)
+        typer.echo(show_tile_order(gemm.order, rank, ranks=gemm.ranks, limit=limit, width=width))
         return
     typer.echo(show_schedule(scheduler, limit=limit, width=width))
     for path in paths:

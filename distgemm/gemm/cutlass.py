@@ -45,6 +45,7 @@ from distgemm.gemm.tiles import FP8_TILES, MAX_COLUMN_SCALED_SUMS, PLAIN_TILE, T
 from distgemm.plan.problem import DTYPE_BYTES
 
 __all__ = [
+    "ELEMENTS",
     "BoundKernel",
     "CutlassKernel",
     "CutlassLaunch",
@@ -63,16 +64,24 @@ ELEMENTS = {
     "float8_e4m3fn": "cutlass::float_e4m3_t",
     "float8_e5m2": "cutlass::float_e5m2_t",
 }
+PTX_TYPES = {
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "float32": "f32",
+    "tfloat32": "tf32",
+    "float8_e4m3fn": "e4m3",
+    "float8_e5m2": "e5m2",
+}
 RESULTS = ("bfloat16", "float16", "float32")
 SCHEDULE_MACROS: dict[KernelSchedule, str] = {
     "cooperative": "DG_COOPERATIVE",
     "pingpong": "DG_PINGPONG",
-    "plain": "DG_PLAIN",
 }
 EPILOGUE_MACROS: dict[Epilogue, str] = {"tma": "DG_TMA", "direct": "DG_DIRECT"}
-HEADERS = ("epilogue.cuh", "gemm_facts.cuh", "facts.cuh", "promotion.cuh")
+HEADERS = ("terms.cuh", "facts.cuh", "gemm_facts.cuh", "loads.cuh", "wgmma.cuh", "promotion.cuh", "epilogue.cuh")
+PLAIN_HEADERS = ("terms.cuh", "facts.cuh")
 TMA_DEPTH_BYTES = 128
-PLAIN_DEPTH_BYTES = {"float32": 32}
+PLAIN_DEPTH_BYTES = 64
 INT32_MAX = 2**31 - 1
 MAX_GRID = 2**16 - 1
 """Thread blocks along the second and the third dimension of a grid, at most."""
@@ -82,7 +91,7 @@ _ARCH = re.compile(r"(\d{2,3})[af]?")
 
 def _depth(dtype: str, kernel_schedule: KernelSchedule) -> int:
     """Elements of k in a tile."""
-    size = PLAIN_DEPTH_BYTES.get(dtype, 64) if kernel_schedule == "plain" else TMA_DEPTH_BYTES
+    size = PLAIN_DEPTH_BYTES if kernel_schedule == "plain" else TMA_DEPTH_BYTES
     return size // DTYPE_BYTES[dtype]
 
 
@@ -122,9 +131,6 @@ def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str) -> KernelSource
     def element(matrix: MatrixSpec | None) -> str:
         return ELEMENTS[matrix.dtype] if matrix else result
 
-    def vector(matrix: MatrixSpec) -> int:
-        return matrix.vector if plain and matrix.row_major else 1
-
     values: dict[str, Any] = {
         "ELEMENT": ELEMENTS[spec.a.dtype],
         "ELEMENT_B": ELEMENTS[spec.b.dtype],
@@ -135,22 +141,33 @@ def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str) -> KernelSource
         "BIAS": ELEMENTS[spec.bias] if spec.bias else result,
         "A_ROW": int(spec.a.row_major),
         "B_ROW": int(spec.b.row_major),
-        "TILE_M": config.tile[0],
-        "TILE_N": config.tile[1],
-        "TILE_K": config.tile[2],
-        "CLUSTER_M": config.cluster[0],
-        "CLUSTER_N": config.cluster[1],
-        "SCHEDULE": SCHEDULE_MACROS[config.kernel_schedule],
-        "EPILOGUE": EPILOGUE_MACROS[config.epilogue],
-        "VECTOR_A": vector(spec.a),
-        "VECTOR_B": vector(spec.b),
-        "SCALE_ROWS_B": spec.block_rows_b,
+        "MMA_K": 32 // DTYPE_BYTES[spec.a.dtype],
+        "PTX_A": PTX_TYPES[spec.a.dtype],
+        "PTX_B": PTX_TYPES[spec.b.dtype],
     }
+    if plain:
+        values |= {
+            f"VECTOR_{name}": matrix.vector if matrix.row_major else 1
+            for name, matrix in (("A", spec.a), ("B", spec.b))
+        }
+    else:
+        values |= {
+            "TILE_M": config.tile[0],
+            "TILE_N": config.tile[1],
+            "TILE_K": config.tile[2],
+            "CLUSTER_M": config.cluster[0],
+            "CLUSTER_N": config.cluster[1],
+            "SCHEDULE": SCHEDULE_MACROS[config.kernel_schedule],
+            "EPILOGUE": EPILOGUE_MACROS[config.epilogue],
+            "SCALE_ROWS_B": spec.block_rows_b,
+        }
     terms = [spec.a.dtype, "row" if spec.a.row_major else "column", "row" if spec.b.row_major else "column"]
     terms += [f"B {spec.b.dtype}"] if spec.b.dtype != spec.a.dtype else []
     terms += [f"scales of B {spec.scale_b}"] if spec.block_rows_b else []
     name = f"{replace(config, raster='heuristic', swizzle=1, share=1)} ({', '.join(terms)} -> {spec.d.dtype})"
     macros = tuple((f"DG_{key}", str(value)) for key, value in values.items())
+    if plain:
+        return KernelSource(name, macros, arch, "plain.cu", PLAIN_HEADERS)
     headers = (*HEADERS, "blockwise.cuh") if spec.block_rows_b else HEADERS
     return KernelSource(name, macros, arch, headers=headers)
 

@@ -42,7 +42,7 @@ class Matrix(ctypes.Structure):
 
 
 class Terms(ctypes.Structure):
-    """struct Terms of epilogue.cuh. The kernel has the fields of ``aux`` one by one."""
+    """struct Terms of terms.cuh. The kernel has the fields of ``aux`` one by one."""
 
     _fields_ = (
         *((name, ctypes.c_float) for name in ("alpha", "source_scale", "aux_scale")),
@@ -361,6 +361,13 @@ def gemm_parameter(
         DescriptorError: if TMA cannot describe a tensor.
     """
     given, made = arguments, Parameter(layout)
+    if config.kernel_schedule == "plain":
+        for name in ("m", "n", "k"):
+            made.put(name, getattr(given, name))
+        for name in ("a", "b", "source", "d", "terms"):
+            made.copy(name, getattr(given, name))
+        tile_m, tile_n, _ = config.tile
+        return made, (-(-given.m // tile_m), -(-given.n // tile_n), given.l)
     made.copy("epilogue.terms", given.terms)
     if "has_source" in layout:
         if layout.number("has_source"):
@@ -371,13 +378,6 @@ def gemm_parameter(
     else:
         made.copy("epilogue.source", given.source)
         made.copy("epilogue.d", given.d)
-    if config.kernel_schedule == "plain":
-        made.put("problem_shape", _packed(given.m, given.n, given.k, given.l, size=4))
-        for name, matrix in (("A", given.a), ("B", given.b)):
-            made.copy(f"mainloop.ptr_{name}", _pointer_in(matrix, "data"))
-            made.put(f"mainloop.d{name}", _packed(matrix.stride, matrix.batch_stride, size=8))
-        tile_m, tile_n, _ = config.tile
-        return made, (-(-given.m // tile_m), -(-given.n // tile_n), given.l)
     tiles = _put_problem(made, config, given)
     for name, matrix, rows in (("a", given.a, given.m), ("b", given.b, given.n)):
         field, row_major = f"mainloop.tma_load_{name}.tma_desc_", bool(layout.number(f"{name}_row_major"))
@@ -396,11 +396,6 @@ def _put_problem(parameter: Parameter, config: GemmConfig, arguments: Arguments)
     for name, value in tiles.fields.items():
         parameter.put(f"scheduler.{name}", value)
     return tiles
-
-
-def _pointer_in(struct: ctypes.Structure, field: str) -> ctypes.c_void_p:
-    """The place of a pointer in a struct."""
-    return ctypes.c_void_p.from_buffer(struct, getattr(type(struct), field).offset)
 
 
 def _packed(*values: int, size: int) -> int:

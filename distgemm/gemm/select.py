@@ -9,20 +9,25 @@ and from the file of that name that ships with the package. The heuristic estima
 
 The rate of a tile is its share of the throughput of the fastest tile (:mod:`distgemm.gemm.tiles`); the overhead, in
 elements of k, is the time of a tile besides its main loop. If GEMMs alternate on several streams, waves are not rounded
-up: the next GEMM fills the last wave. Rates and overheads were measured on one H200 (``docs/measurements.md``), but for
+up: the next GEMM fills the last wave. Rates and overheads were measured on two H200s (``docs/measurements.md``), except
 those of fp8.
+
+Tiles that run at once read rows of A and B. Where they have fewer distinct ones in another order of tiles than in
+CUTLASS's own, that order is selected, unless it needs more tiles.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from distgemm.gemm.cache import TunedCache
 from distgemm.gemm.nvcc import KernelSource, is_there
+from distgemm.gemm.parameters import Arguments, order_of_tiles
 from distgemm.gemm.provider import GemmProvider
-from distgemm.gemm.spec import FP8, GemmConfig, GemmSpec, KernelSchedule
+from distgemm.gemm.spec import FP8, RASTERS, GemmConfig, GemmSpec, KernelSchedule
 from distgemm.gemm.target import TARGET
 from distgemm.gemm.tiles import FP8_TILES, PLAIN_TILE, TILES, UNLISTED_RATE
 
@@ -38,6 +43,7 @@ __all__ = [
     "preferred",
     "recorded_config",
     "select_config",
+    "tile_order",
     "tile_of",
     "tiles_at_once",
     "tiles_of",
@@ -60,10 +66,12 @@ RATES, FP8_RATES = (
 """Rates of tiles, and those of tiles for fp8, by kernel schedule, m and n."""
 BLOCK_RATES = {(tile.kernel_schedule, *tile.extents): tile.block_rate for tile in FP8_TILES}
 """Rates of tiles for fp8 with scales of blocks."""
-OVERHEADS: dict[KernelSchedule, int] = {"cooperative": 160, "pingpong": 60, "plain": 160}
+OVERHEADS: dict[KernelSchedule, int] = {"cooperative": 200, "pingpong": 40, "plain": 160}
 """Time of a tile besides its main loop, in elements of k."""
 
 
+MIN_SAVING = 0.8
+"""Another order of tiles is taken if tiles that run at once read at most this share of the rows of A and B."""
 NEAR_BEST = 1.03
 """A configuration that is there is taken if its predicted time is at most so many times the best one's."""
 
@@ -110,8 +118,41 @@ def tiles_at_once(config: GemmConfig, sms: int) -> int:
 
 
 def order(spec: GemmSpec, configs: list[GemmConfig], streams: int = 1) -> list[GemmConfig]:
-    """Configurations by the heuristic's time, the fastest first; see :func:`estimate` for the arguments."""
-    return sorted(configs, key=lambda config: estimate(spec, config, streams))
+    """Configurations by the heuristic's time, the fastest first, each with its :func:`tile_order`.
+
+    See :func:`estimate` for the arguments.
+    """
+    return [tile_order(spec, one) for one in sorted(configs, key=lambda one: estimate(spec, one, streams))]
+
+
+def tile_order(spec: GemmSpec, config: GemmConfig, sms: int = SMS) -> GemmConfig:
+    """A configuration with the order of tiles in which those that run at once read the fewest rows of A and B.
+
+    CUTLASS's own order stays if another one saves little, or if its stripes need tiles outside of D.
+    """
+    if config.kernel_schedule == "plain":
+        return config
+    blocks, rows = _reads(spec, config, sms)
+    found, least = config, MIN_SAVING * rows
+    for raster in RASTERS[1:]:
+        for swizzle in (1, 2, 4, 8):
+            one = replace(config, raster=raster, swizzle=swizzle)
+            needed, rows = _reads(spec, one, sms)
+            if needed <= blocks and rows < least:
+                found, least = one, rows
+    return found
+
+
+def _reads(spec: GemmSpec, config: GemmConfig, sms: int) -> tuple[int, float]:
+    """The number of tiles of a batch, and how many rows of A and B those read that so many SMs compute at once."""
+    raster, swizzle = RASTERS.index(config.raster), config.swizzle
+    tiles = order_of_tiles(config, Arguments(spec.m, spec.n, spec.k, spec.l, raster=raster, swizzle=swizzle))
+    major, minor = (1, 0) if tiles.along_n else (0, 1)
+    counts = [-(-extent // tile) for extent, tile in zip((spec.m, spec.n), config.tile, strict=False)]
+    across = min(config.cluster[minor] << tiles.fields["log_swizzle_size_"], counts[minor])
+    along = min(tiles_at_once(config, sms) / across, counts[major])
+    across = min(max(across, tiles_at_once(config, sms) / along), counts[minor])
+    return tiles.blocks, along * config.tile[major] + across * config.tile[minor]
 
 
 def key_of(spec: GemmSpec, streams: int = 1) -> str:

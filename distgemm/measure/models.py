@@ -37,6 +37,12 @@ class Layer(NamedTuple):
         """The patterns that can compute it: "gemm+ar" replaces "gemm+rs" if activations are not sharded."""
         return (self.pattern,) if self.pattern == "ag+gemm" else (self.pattern, "gemm+ar")
 
+    @property
+    def all_to_alls(self) -> tuple[Pattern, ...]:
+        """The pattern that computes it if each rank has the whole weight: for the projections around attention."""
+        found: dict[str, tuple[Pattern, ...]] = {"qkv": ("gemm+a2a",), "out": ("a2a+gemm",)}
+        return found.get(self.name, ())
+
     def among(self, ranks: int, tp: int) -> tuple[int, int]:
         """n and k of a smaller layer: each of ``ranks`` ranks has the share of one of ``tp`` ranks of this layer.
 

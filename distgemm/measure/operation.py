@@ -149,7 +149,7 @@ def executable_method(operation: Operation, name: str, exe: Executable) -> Metho
 def torch_methods(operation: Operation) -> list[Method]:
     """What torch offers: NCCL and cuBLAS, the fused ops, and as parts cuBLAS and NCCL alone.
 
-    For "gemm+ar" the fused ops are cuBLAS and the all-reduces of symmetric memory.
+    For "gemm+ar" the fused ops are cuBLAS and the all-reduces of symmetric memory. With an all-to-all there are none.
     """
     a, b, whole_a, group = operation.a, operation.b, operation.local_a, operation.group
     p, size = operation.problem, dist.get_world_size(group)
@@ -173,6 +173,8 @@ def torch_methods(operation: Operation) -> list[Method]:
             Method("cuBLAS alone", lambda: (torch.mm(whole_a, b.T, out=d), None)[1]),
             Method("NCCL alone", lambda: (dist.all_gather_into_tensor(gathered, a, group), None)[1]),
         ]
+    if operation.pattern in {"gemm+a2a", "a2a+gemm"}:
+        return _all_to_all_methods(operation)
     partial = torch.empty(p.m, p.n, dtype=dtype, device=a.device)
     alone = Method("cuBLAS alone", lambda: (torch.mm(a, b.T, out=partial), None)[1])
     if operation.pattern == "gemm+ar":
@@ -192,6 +194,42 @@ def torch_methods(operation: Operation) -> list[Method]:
         ),
         alone,
         Method("NCCL alone", lambda: (dist.reduce_scatter_tensor(scattered, partial, group=group), None)[1]),
+    ]
+
+
+def _all_to_all_methods(operation: Operation) -> list[Method]:
+    """The program of DeepSpeed Ulysses, which copies to or from the blocks of ranks, and where it can, one without."""
+    a, b, local_a, group = operation.a, operation.b, operation.local_a, operation.group
+    p, size = operation.problem, dist.get_world_size(group)
+    to_owners = operation.pattern == "gemm+a2a"
+    rows, columns = p.m // size, (p.n if to_owners else p.k) // size
+    sent, received = (torch.empty(size, rows, columns, dtype=a.dtype, device=a.device) for _ in range(2))
+    gathered, product = torch.empty_like(local_a), torch.empty(rows, p.n, dtype=a.dtype, device=a.device)
+
+    def to_heads() -> torch.Tensor:
+        torch.mm(a, b.T, out=product)
+        sent.copy_(product.view(rows, size, columns).transpose(0, 1))
+        dist.all_to_all_single(received, sent, group=group)
+        return received.view(p.m, columns)
+
+    def a_product_for_each_rank() -> torch.Tensor:
+        for block, shard in zip(sent, b.chunk(size), strict=True):
+            torch.mm(a, shard.T, out=block)
+        dist.all_to_all_single(received, sent, group=group)
+        return received.view(p.m, columns)
+
+    def from_heads() -> torch.Tensor:
+        dist.all_to_all_single(received, a.view(size, rows, columns), group=group)
+        gathered.view(rows, size, columns).copy_(received.transpose(0, 1))
+        return torch.mm(gathered, b.T, out=product)
+
+    found = [Method("NCCL + cuBLAS", to_heads if to_owners else from_heads)]
+    if to_owners:
+        found.append(Method("NCCL + cuBLAS, a product for each rank", a_product_for_each_rank))
+    return [
+        *found,
+        Method("cuBLAS alone", lambda: (torch.mm(local_a, b.T, out=product), None)[1]),
+        Method("NCCL alone", lambda: (dist.all_to_all_single(received, sent, group=group), None)[1]),
     ]
 
 

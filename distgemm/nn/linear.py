@@ -31,7 +31,7 @@ from distgemm.nn.tensors import (
     tokens_now,
     uneven,
 )
-from distgemm.runtime.checks import Group, process_group
+from distgemm.runtime.checks import Group, flat_mesh, process_group
 from distgemm.runtime.torch_arguments import read_device, read_dtype
 from distgemm.torch_ops import all_gather_matmul, group_name, matmul_reduce_scatter
 from distgemm.torch_ops.functional import check_schedule
@@ -65,8 +65,8 @@ class ParallelLinear(nn.Module):
     Args:
         in_features: in_features over all ranks.
         out_features: out_features over all ranks.
-        group: the ranks that take part: a ProcessGroup, or a dimension of a DeviceMesh. With FSDP2, or beside
-            parallelize_module, pass the dimension of the mesh, such as ``mesh["tp"]``.
+        group: the ranks that take part: a ProcessGroup, a dimension of a DeviceMesh, or a mesh of hosts. With FSDP2, or
+            beside parallelize_module, pass the dimension of the mesh, such as ``mesh["tp"]``.
         bias: whether there is a bias.
         schedule: as in :func:`distgemm.all_gather_matmul`.
         chunks: as in :func:`distgemm.all_gather_matmul`.
@@ -132,7 +132,7 @@ class ParallelLinear(nn.Module):
         self.m_per_rank = check_tokens(m_per_rank)
         self.fp8 = None if recipe is None else LayerState(read_recipe("recipe", recipe))
         self._check = GradientCheck(type(self).__name__)
-        self.mesh = group if isinstance(group, DeviceMesh) else _mesh_of(ranks, device)
+        self.mesh = flat_mesh(group) if isinstance(group, DeviceMesh) else _mesh_of(ranks, device)
         options: dict[str, Any] = {"device": _parameter_device(device, self.mesh), "dtype": dtype}
         for name in ("weight", "bias") if bias else ("weight",):
             whole = torch.empty(self.whole_shape(name), device="meta")

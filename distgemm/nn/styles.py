@@ -43,6 +43,7 @@ from distgemm.nn.tensors import (
     tokens_now,
     uneven,
 )
+from distgemm.runtime.checks import flat_mesh
 from distgemm.torch_ops import all_gather_matmul, group_name, matmul_all_reduce, matmul_reduce_scatter
 from distgemm.torch_ops.functional import autocast_dtype, check_schedule
 from distgemm.torch_ops.library import split_extent
@@ -159,6 +160,7 @@ class ColwiseParallel(ParallelStyle):
         self.use_local_output = boolean("use_local_output", use_local_output)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        device_mesh = flat_mesh(device_mesh)
         linear = _linear(self, module)
         _distribute(self, linear, device_mesh, {"weight": Shard(0), "bias": Shard(0)})
         give_state(linear, state_of(self.recipe, linear))
@@ -260,6 +262,7 @@ class RowwiseParallel(ParallelStyle):
         self.options: dict[str, Any] = {"schedule": schedule, "chunks": chunks}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        device_mesh = flat_mesh(device_mesh)
         if isinstance(module, nn.Embedding):
             return self._apply_to_embedding(module, device_mesh)
         linear = _linear(self, module)
@@ -380,6 +383,7 @@ class SequenceParallel(SequenceParallelOfTorch):
         super().__init__(sequence_dim=sequence_dim, use_local_output=use_local_output)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        device_mesh = flat_mesh(device_mesh)
         module = super()._apply(module, device_mesh)
         for parameter in module.parameters():
             if parameter.requires_grad:
@@ -540,6 +544,7 @@ class SharedColwiseParallel(ParallelStyle):
         self.options: dict[str, Any] = {"schedule": schedule, "chunks": chunks, "keep_gathered": keep_gathered}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        device_mesh = flat_mesh(device_mesh)
         children = dict(module.named_children())
         if lacking := [name for name in self.names if name not in children]:
             raise ValueError(f"{type(module).__name__} has no {', '.join(lacking)}; it has {', '.join(children)}")
@@ -610,6 +615,7 @@ class TokensToHeads(ParallelStyle):
         )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        device_mesh = flat_mesh(device_mesh)
         linear = _linear(self, module)
         features = linear.out_features if self.to_heads else linear.in_features
         projection = self.settings.of(features, device_mesh, to_heads=self.to_heads)

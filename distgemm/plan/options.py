@@ -1,13 +1,14 @@
-"""Parsers for the values of options, as the command line and pinned schedules write them."""
+"""Options of plans: parsers, as the command line and pinned schedules write them, and what hosts add."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from distgemm.arguments import sequence, string, wrong
+from distgemm.schedulers import schedule_mesh_rank
 
-__all__ = ["Mesh", "parse_mesh", "parse_options"]
+__all__ = ["Mesh", "parse_mesh", "parse_options", "with_hosts"]
 
 Mesh = tuple[int, ...]
 
@@ -59,3 +60,21 @@ def parse_options(texts: Iterable[str] | None) -> dict[str, Any]:
             raise wrong("option", wanted, text)
         found[key] = int(value) if digits else words.get(value.lower(), value)
     return found
+
+
+def with_hosts(
+    schedule: str, options: Mapping[str, Any], world_size: int, ranks_per_host: int | None
+) -> dict[str, Any]:
+    """Options of :func:`distgemm.make_plan` for ranks that may be on several hosts.
+
+    Args:
+        schedule: name of the schedule. One on a mesh of two axes has the hosts on the first.
+        options: options that come first.
+        world_size: number of ranks.
+        ranks_per_host: number of ranks that share memory; None: all.
+    """
+    if ranks_per_host is None:
+        return dict(options)
+    nested = schedule_mesh_rank(schedule) == 2
+    mesh = {"mesh": (world_size // ranks_per_host, ranks_per_host)} if nested else {}
+    return {"ranks_per_host": ranks_per_host, **mesh, **options}

@@ -127,6 +127,11 @@ class GemmProblem:
                 del values[name]
         return f"GemmProblem({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
+    @property
+    def copies(self) -> int:
+        """The number of ranks that hold each column of D where N is sharded: ``n_per_rank`` counts each of them."""
+        return 1 if self.n_per_rank is None else sum(self.n_per_rank) // self.n
+
     def matrices(self, operand: str) -> int:
         """The number of matrices of an operand for each batch: ``groups`` for "B", else 1."""
         return self.groups if operand == "B" else 1

@@ -18,7 +18,7 @@ from distgemm.arguments import wrong
 from distgemm.plan.ops import Box, box_extents
 from distgemm.plan.plan import Plan, PlanError
 from distgemm.plan.problem import GemmProblem
-from distgemm.runtime.groups import failing
+from distgemm.runtime.groups import failing, note_hosts, ranks_per_host
 from distgemm.runtime.torch_arguments import read_tensor
 
 __all__ = [
@@ -40,8 +40,8 @@ __all__ = [
     "compare",
     "differences",
     "exchange_reports",
+    "flat_mesh",
     "gathered_box",
-    "group_of_hosts",
     "group_timeout",
     "plan_fields",
     "problem_fields",
@@ -71,7 +71,8 @@ HOST_MESH = ("host", "rank")
 """Names of the dimensions of a mesh of hosts and of the ranks of each."""
 
 Group = dist.ProcessGroup | DeviceMesh | str
-"""The ranks that take part: a process group, a mesh of one dimension (``mesh["tp"]``), or a group's name."""
+"""The ranks that take part: a process group, a mesh of one dimension (``mesh["tp"]``), a mesh of hosts, whose
+dimensions are HOST_MESH, or a group's name."""
 
 
 def process_group(group: Group) -> dist.ProcessGroup:
@@ -83,18 +84,7 @@ def process_group(group: Group) -> dist.ProcessGroup:
     if isinstance(group, dist.ProcessGroup):
         return group
     if isinstance(group, DeviceMesh):
-        if group.mesh_dim_names == HOST_MESH:
-            raise ValueError(
-                "the mesh spans hosts: distgemm.compile takes it with the name of a schedule, and CollectiveExecutable "
-                "with a plan. Functions, layers and schedule='auto' take the ranks of one host so far: "
-                f"group=mesh[{HOST_MESH[1]!r}]"
-            )
-        if group.ndim != 1:
-            names = group.mesh_dim_names or ("tp",)
-            raise ValueError(
-                f"the mesh has {group.ndim} dimensions, and the ranks of one take part: group=mesh[{names[-1]!r}]"
-            )
-        return group.get_group()
+        return flat_mesh(group).get_group()
     if not dist.is_initialized():
         raise ValueError("torch.distributed has no process group: call init_process_group, or init_from_env")
     if isinstance(group, str):
@@ -118,27 +108,35 @@ def process_group(group: Group) -> dist.ProcessGroup:
     )
 
 
-def group_of_hosts(group: Group | None) -> tuple[Group | None, tuple[int, int] | None]:
-    """The group of all ranks of a mesh of hosts, and its extents (hosts, ranks of a host).
+def flat_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh of one dimension with the ranks of a mesh: the mesh itself, or all ranks of a mesh of hosts, in its order.
 
-    Returns:
-        ``group`` itself and None if it is no DeviceMesh with the dimensions HOST_MESH.
+    The group of the ranks of hosts knows then how many of them share memory: see
+    :func:`distgemm.runtime.groups.ranks_per_host`. Where there is no such mesh yet, this is a collective call.
+
+    Raises:
+        ValueError: for another mesh of several dimensions.
     """
-    if not isinstance(group, DeviceMesh) or group.mesh_dim_names != HOST_MESH:
-        return group, None
-    hosts, ranks = group.shape
-    if group.mesh.flatten().tolist() == list(range(dist.get_world_size())):
-        return dist.group.WORLD, (hosts, ranks)
-    return group._flatten().get_group(), (hosts, ranks)
-
-
-def check_hosts(plan: Plan, hosts: tuple[int, int] | None) -> None:
-    """Raise ValueError where a plan is for other hosts than those of a mesh; None: no mesh says anything of hosts."""
-    of_host = plan.ranks_per_host or plan.world_size
-    if hosts is not None and (plan.world_size // of_host, of_host) != hosts:
+    if mesh.ndim == 1:
+        return mesh
+    if mesh.mesh_dim_names != HOST_MESH:
+        names = mesh.mesh_dim_names or ("tp",)
         raise ValueError(
-            f"the mesh has {hosts[0]} hosts of {hosts[1]} ranks, and the plan is for {plan.world_size // of_host} of "
-            f"{of_host}: make it with ranks_per_host={hosts[1]}"
+            f"the mesh has {mesh.ndim} dimensions, and the ranks of one take part: group=mesh[{names[-1]!r}]. A mesh "
+            f"of hosts has the dimensions {HOST_MESH}"
+        )
+    flat = mesh._flatten()
+    note_hosts(flat.get_group(), mesh.size(1))
+    return flat
+
+
+def check_hosts(plan: Plan, group: dist.ProcessGroup) -> None:
+    """Raise ValueError where a plan is for other hosts than a mesh has said of its group."""
+    noted, of_host = ranks_per_host(group), plan.ranks_per_host or plan.world_size
+    if noted is not None and noted != of_host:
+        raise ValueError(
+            f"the mesh has {group.size() // noted} hosts of {noted} ranks, and the plan is for "
+            f"{plan.world_size // of_host} of {of_host}: make it with ranks_per_host={noted}"
         )
 
 

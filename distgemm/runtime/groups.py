@@ -1,4 +1,4 @@
-"""Process groups: what lives as long as they do, and what follows a failure on them."""
+"""Process groups: what lives as long as they do, their hosts, and what follows a failure on them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-__all__ = ["GroupRef", "PerGroup", "failing", "occupied", "raise_if_failed"]
+__all__ = [
+    "GroupRef",
+    "PerGroup",
+    "failing",
+    "note_hosts",
+    "occupied",
+    "raise_if_failed",
+    "ranks_per_host",
+]
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -42,6 +50,8 @@ class GroupRef:
         self._group = weakref.ref(group)
         self._name = group.group_name
         self._failure = _FAILURES.of(group)
+        self._hosts = _HOSTS.of(group)
+        self._noted = self._hosts.ranks
 
     def __call__(self) -> dist.ProcessGroup:
         group = self._group()
@@ -53,9 +63,10 @@ class GroupRef:
         return group
 
     def takes_calls(self) -> bool:
-        """Whether the group exists, and :func:`raise_if_failed` would not raise."""
+        """Whether the group exists, has the hosts that it had, and :func:`raise_if_failed` would not raise."""
         group, failure = self._group(), self._failure
-        return group is not None and not failure.reason and not failure.occupied and not _is_destroyed(group)
+        same = self._hosts.ranks == self._noted
+        return same and group is not None and not failure.reason and not failure.occupied and not _is_destroyed(group)
 
 
 class PerGroup(Generic[T]):
@@ -89,6 +100,39 @@ class PerGroup(Generic[T]):
         if group not in self._values:
             self._values[group] = self._make()
         return self._values[group]
+
+
+# --- hosts ----------------------------------------------------------------------------------------------
+
+
+class _Hosts:
+    """How many ranks of a group share memory; None: all, as far as is known."""
+
+    ranks: int | None = None
+
+
+_HOSTS: PerGroup[_Hosts] = PerGroup(_Hosts)
+
+
+def note_hosts(group: dist.ProcessGroup, ranks: int) -> None:
+    """Note that each ``ranks`` ranks in a row of a group share memory. All ranks of the group note the same.
+
+    Raises:
+        ValueError: if another number was noted.
+    """
+    found = _HOSTS.of(group)
+    if found.ranks not in (None, ranks):
+        raise ValueError(
+            f"the ranks of the process group {group.group_name!r} are on hosts of {found.ranks} ranks, as an earlier "
+            f"mesh says, got a mesh with hosts of {ranks}"
+        )
+    found.ranks = ranks
+
+
+def ranks_per_host(group: dist.ProcessGroup) -> int | None:
+    """How many ranks of a group share memory, as a mesh of hosts has said; None: all of them do."""
+    ranks = _HOSTS.of(group).ranks
+    return None if ranks == group.size() else ranks
 
 
 # --- failures -------------------------------------------------------------------------------------------

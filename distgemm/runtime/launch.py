@@ -97,15 +97,17 @@ def init_from_env(backend: Backend = "gloo", timeout: float = LAUNCH_TIMEOUT_S) 
 def mesh_from_env(backend: Backend = "gloo", timeout: float = LAUNCH_TIMEOUT_S) -> DeviceMesh:
     """A mesh ("host", "rank") of the ranks that torchrun started: its hosts, and the ranks of each of them.
 
-    It initialises torch.distributed as :func:`init_from_env` does.
+    With "nccl", machines whose GPUs share memory are one host, such as those of one NVLink domain of 72 GPUs: the ranks
+    find it out, see :mod:`distgemm.runtime.cuda.fabric`. torch.distributed is initialised as :func:`init_from_env` does
+    it.
 
     Args:
         backend: as :func:`init_from_env` takes it.
         timeout: as :func:`init_from_env` takes it.
 
     Returns:
-        The mesh, of CUDA devices with "nccl", otherwise of CPUs. ``distgemm.compile(..., group=mesh)`` takes it. Hosts
-        that share memory, such as those of one NVLink domain of 72 GPUs, are one host in a mesh of your own.
+        The mesh, of CUDA devices with "nccl", otherwise of CPUs. ``distgemm.compile``, functions and layers take it as
+        their group.
 
     Raises:
         ValueError: as :func:`init_from_env` raises it, and where hosts have different numbers of ranks.
@@ -118,7 +120,12 @@ def mesh_from_env(backend: Backend = "gloo", timeout: float = LAUNCH_TIMEOUT_S) 
     dist.all_gather_object(every, _variable("LOCAL_WORLD_SIZE", 1, ranks))
     if len(set(every)) > 1 or ranks % every[rank]:
         raise ValueError(f"each host has as many ranks as the others, got by rank {every}: start torchrun with one")
-    shape = ranks // every[rank], every[rank]
+    of_host = every[rank]
+    if backend == "nccl":
+        from distgemm.runtime.cuda.fabric import ranks_of_domain  # ranks on CPUs need no CUDA
+
+        of_host = ranks_of_domain(of_host, torch.device("cuda", torch.cuda.current_device()))
+    shape = ranks // of_host, of_host
     return init_device_mesh("cuda" if backend == "nccl" else "cpu", shape, mesh_dim_names=HOST_MESH)
 
 

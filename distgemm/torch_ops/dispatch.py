@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from distgemm.arguments import instance, member
-from distgemm.plan.derive import make_plan
 from distgemm.plan.ops import Gemm
 from distgemm.plan.patterns import does_pattern, schedule_does_pattern
 from distgemm.plan.plan import Plan, once_for_structure
@@ -22,7 +21,7 @@ from distgemm.runtime.checks import compare, problem_fields, process_group
 from distgemm.runtime.collective.executable import CollectiveExecutable
 from distgemm.runtime.executable import EXECUTION_FIELDS, PER_TILE, Executable, ExecutionConfig
 from distgemm.runtime.gathering import GatheredChunk
-from distgemm.runtime.groups import GroupRef, PerGroup, raise_if_failed
+from distgemm.runtime.groups import GroupRef, PerGroup, raise_if_failed, ranks_per_host
 from distgemm.schedulers import PATTERNS, Pattern, list_schedules
 from distgemm.simulator import arrivals
 from distgemm.torch_ops.needs import Need, note_need, recording
@@ -99,7 +98,13 @@ RULES: dict[Pattern, tuple[tuple[int, str, int], ...]] = {
 """Rows (fewest tokens, schedule, chunks) of each pattern. The first row that has enough tokens is taken."""
 
 
-def select_schedule(pattern: Pattern, problem: GemmProblem) -> tuple[str, dict[str, Any]]:
+NESTED = "tensor_parallel_2d_nested"
+"""The schedule of two others, one across hosts and one inside each."""
+
+
+def select_schedule(
+    pattern: Pattern, problem: GemmProblem, ranks_per_host: int | None = None
+) -> tuple[str, dict[str, Any]]:
     """The schedule and its options that "auto" takes for CPU tensors, and for CUDA tensors with a number of chunks.
 
     For an all-to-all with unequal heads or copies, "auto" takes them for all tensors.
@@ -108,14 +113,19 @@ def select_schedule(pattern: Pattern, problem: GemmProblem) -> tuple[str, dict[s
     if there are many tokens, and otherwise go directly to their owner. An all-reduce takes the schedule of its
     reduce-scatter, and for few tokens the one-shot schedule: every rank gets all parts and adds them itself.
 
+    On several hosts, "auto" nests this schedule in itself, across hosts and inside each host, unless there are copies.
+
     Args:
         pattern: what the ranks do: "ag+gemm", "gemm+rs", "gemm+ar", "gemm+a2a" or "a2a+gemm".
         problem: the GEMM over all ranks.
+        ranks_per_host: number of ranks that share memory; None: all.
     """
     member("pattern", pattern, RULES)
     instance("problem", problem, GemmProblem, "a distgemm.GemmProblem")
     schedule, chunks = next((name, chunks) for tokens, name, chunks in RULES[pattern] if problem.m >= tokens)
-    return schedule, {"chunks": chunks}
+    if ranks_per_host is None or problem.copies > 1:
+        return schedule, {"chunks": chunks}
+    return NESTED, {"across": schedule, "inside": schedule, "chunks": chunks}
 
 
 # --- what ran -----------------------------------------------------------------------------------------------
@@ -440,11 +450,13 @@ def prepare(
         if caller_multiplies:
             raise RuntimeError("a model that calls distgemm.gather cannot be recorded: there are no chunks to hand out")
         terms = (schedule, chunks, turned_b)
-        note_need(Need(pattern, problem, group.size(), *terms, device.type, dist.get_rank(group)))
+        note_need(
+            Need(pattern, problem, group.size(), *terms, device.type, dist.get_rank(group), ranks_per_host(group))
+        )
         return cast(PreparedCall, None)  # the call is not run
     raise_if_failed(group)
     calls = PREPARED.of(group)
-    key = (pattern, problem, schedule, chunks, device, caller_multiplies)
+    key = (pattern, problem, schedule, chunks, device, caller_multiplies, ranks_per_host(group))
     found = calls.get(key)
     if found is not None and biased in found.compared:
         return found
@@ -460,6 +472,7 @@ def prepare(
         "schedule": schedule,
         "chunks": chunks,
         "number of ranks": group.size(),
+        "ranks per host": ranks_per_host(group) or group.size(),
         **problem_fields(problem),
         "device": device.type,
         "bias": "given" if biased else "none",
@@ -492,14 +505,13 @@ def make(
         selected = tune.config_of(measured)
         assert selected is not None
         return PreparedCall(measured, selected.options, of_group, selected)
-    config = named_config(pattern, problem, schedule, chunks)
+    hosts = ranks_per_host(group)
+    config = named_config(pattern, problem, schedule, chunks, hosts)
     if config.method == "unfused":
         return PreparedCall(tune.make(problem, pattern, config, group, device), (), of_group, config)
-    options = dict(config.options)
     # The collective runtime receives a message only when it waits for it, so a replay cannot overwrite the one before.
-    sync = "barrier" if device.type == "cuda" else "credit"
-    plan = make_plan(problem, config.schedule, group.size(), **({"sync": sync} | options))
-    if not does_pattern(plan, pattern, _copies_of(pattern, problem)):
+    plan = config.plan(problem, group.size(), hosts, "barrier" if device.type == "cuda" else "credit")
+    if not does_pattern(plan, pattern, problem.copies):
         fitting = [name for name in list_schedules() if schedule_does_pattern(name, pattern)]
         raise ValueError(
             f"{plan.schedule} is no schedule for {pattern}; schedule='auto', or one of {', '.join(fitting)}"
@@ -510,7 +522,7 @@ def make(
             raise ValueError(f"gather: {', '.join(EXECUTION_FIELDS)} are options of GEMMs, got {execution}")
         execution = GATHERS
     executable = executable_of(plan, group, device, execution, turned_b)
-    return PreparedCall(executable, tuple(sorted(options.items())), of_group)
+    return PreparedCall(executable, config.options, of_group)
 
 
 def is_tuned(problem: GemmProblem, schedule: str, chunks: int | None) -> bool:
@@ -519,14 +531,9 @@ def is_tuned(problem: GemmProblem, schedule: str, chunks: int | None) -> bool:
     return schedule == "auto" and chunks is None and equal
 
 
-def _copies_of(pattern: Pattern, problem: GemmProblem) -> int:
-    """The number of ranks that hold each column of D."""
-    if pattern != "gemm+a2a" or problem.n_per_rank is None:
-        return 1
-    return sum(problem.n_per_rank) // problem.n
-
-
-def named_config(pattern: Pattern, problem: GemmProblem, schedule: str, chunks: int | None) -> TunedConfig:
+def named_config(
+    pattern: Pattern, problem: GemmProblem, schedule: str, chunks: int | None, ranks_per_host: int | None = None
+) -> TunedConfig:
     """The configuration that a call names by its schedule and number of chunks; "auto" is the rule of CPUs.
 
     Raises:
@@ -534,16 +541,16 @@ def named_config(pattern: Pattern, problem: GemmProblem, schedule: str, chunks: 
             chunks there are.
     """
     from distgemm import tune  # as in make
+    from distgemm.tune.config import options_for
 
     if schedule == "auto":
-        name, rule = select_schedule(pattern, problem)
+        name, rule = select_schedule(pattern, problem, ranks_per_host)
         config = tune.TunedConfig("plan", name, tuple(rule.items()))
     else:
         config = tune.TunedConfig.parse(schedule)
     if config.method == "unfused" and pattern not in PATTERNS:
         raise ValueError(f"{pattern} has no unfused program; schedule='auto', or the name of a schedule")
-    if (copies := _copies_of(pattern, problem)) > 1:
-        config = replace(config, options=tuple((dict(config.options) | {"copies": copies}).items()))
+    config = replace(config, options=options_for(problem, config.options))
     if chunks is None:
         return config
     if config.method == "unfused":

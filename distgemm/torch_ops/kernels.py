@@ -45,8 +45,8 @@ def layer_needs(layer: Layer, pattern: Pattern, tokens: int, dtype: str, group: 
     """
     member("dtype", dtype, library.DTYPE_NAMES.values())
     ranks, name = group.size(), group.group_name
-    split = tokens if pattern == "ag+gemm" or pattern == "gemm+rs" else ranks
-    if split % ranks or (layer.n if pattern == "ag+gemm" else layer.k) % ranks:
+    split = ranks if pattern == "gemm+ar" else tokens
+    if split % ranks or (layer.n if pattern in {"ag+gemm", "gemm+a2a"} else layer.k) % ranks:
         raise ValueError(f"{ranks} ranks cannot share {tokens} tokens and the layer {layer} evenly")
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
@@ -56,6 +56,12 @@ def layer_needs(layer: Layer, pattern: Pattern, tokens: int, dtype: str, group: 
         if pattern == "ag+gemm":
             a, b = matrix(tokens // ranks, layer.k), matrix(layer.n // ranks, layer.k)
             (d,) = library.all_gather_matmul(a, [b], [], [False], name, "auto", None, None, None, False, "forward")
+        elif pattern == "gemm+a2a":
+            a, b = matrix(tokens // ranks, layer.k), matrix(layer.n, layer.k)
+            d = library.matmul_all_to_all(a, b, None, name, "auto", None, None, None, 1)
+        elif pattern == "a2a+gemm":
+            a, b = matrix(tokens, layer.k // ranks), matrix(layer.n, layer.k)
+            (d,) = library.all_to_all_matmul(a, b, None, name, "auto", None, None, None, False, "forward")[:1]
         elif pattern == "gemm+rs":
             a, b = matrix(tokens, layer.k // ranks), matrix(layer.n, layer.k // ranks)
             d = library.matmul_reduce_scatter(a, b, None, name, "auto", None, None, None)
@@ -127,15 +133,17 @@ def sources_for(needs: Iterable[Need], scope: Scope) -> Iterator[KernelSource]:
         if need.device not in ("cuda", "meta"):
             continue  # CPUs need no kernels
         pattern, ranks = need.pattern, need.ranks
-        terms: dict[str, Any] = {"rank": need.rank, "turned_b": need.turned_b}
+        hosts: dict[str, Any] = {"ranks_per_host": need.ranks_per_host}
+        terms: dict[str, Any] = {"rank": need.rank, "turned_b": need.turned_b, **hosts}
         found: list[KernelSource] = []
         if is_tuned(need.problem, need.schedule, need.chunks):
-            configs = configs_of(need.problem, pattern, ranks, scope)
+            configs = configs_of(need.problem, pattern, ranks, scope, **hosts)
             if scope == "measured":  # a search measures at other rows
                 rounded = bucketed(need.problem)
-                found = sources_of(rounded, pattern, ranks, configs_of(rounded, pattern, ranks, scope))
+                measured = configs_of(rounded, pattern, ranks, scope, **hosts)
+                found = sources_of(rounded, pattern, ranks, measured, **hosts)
         else:
-            configs = [named_config(pattern, need.problem, need.schedule, need.chunks)]
+            configs = [named_config(pattern, need.problem, need.schedule, need.chunks, need.ranks_per_host)]
         found += sources_of(need.problem, pattern, ranks, configs, tiles=scope == "tiles", **terms)
         yield from (source for source in dict.fromkeys(found) if source not in known)
         known.update(found)

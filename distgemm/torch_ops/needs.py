@@ -25,6 +25,7 @@ class Need:
         turned_b: whether columns of B are contiguous, and not its rows, as in a backward pass.
         device: type of the tensors' device.
         rank: this rank in the group.
+        ranks_per_host: number of ranks that share memory; None: all.
     """
 
     pattern: Pattern
@@ -35,6 +36,7 @@ class Need:
     turned_b: bool = False
     device: str = "cuda"
     rank: int = 0
+    ranks_per_host: int | None = None
 
 
 _RECORDINGS: list[dict[Need, None]] = []

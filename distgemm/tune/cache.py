@@ -30,8 +30,14 @@ def bucket(m: int) -> int:
     return max(MIN_BUCKET, 1 << (m - 1).bit_length())
 
 
-def key_of(problem: GemmProblem, pattern: Pattern, world_size: int) -> str:
+def key_of(problem: GemmProblem, pattern: Pattern, world_size: int, ranks_per_host: int | None = None) -> str:
     """The key of a configuration in the cache. The rows of each rank, C and the bias are not part of it.
+
+    Args:
+        problem: the GEMM over all ranks.
+        pattern: what the ranks do.
+        world_size: number of ranks.
+        ranks_per_host: number of ranks that share memory; None: all.
 
     Raises:
         ValueError: for an unknown pattern.
@@ -40,7 +46,8 @@ def key_of(problem: GemmProblem, pattern: Pattern, world_size: int) -> str:
     check_pattern(pattern)
     operands = p.dtype if p.b_dtype is None else f"{p.dtype}*{p.b_dtype}"
     operands += "" if p.scaling is None else f" scales:{scaling_name(p.scaling).replace(' ', '_')}"
-    return f"{pattern} {p.m}x{p.n}x{p.k}x{p.l} {operands} {p.out_dtype} {p.partial_dtype} tp:{world_size}"
+    ranks = f"{world_size}" if ranks_per_host is None else f"{world_size // ranks_per_host}x{ranks_per_host}"
+    return f"{pattern} {p.m}x{p.n}x{p.k}x{p.l} {operands} {p.out_dtype} {p.partial_dtype} tp:{ranks}"
 
 
 def bucketed(problem: GemmProblem) -> GemmProblem:
@@ -49,7 +56,12 @@ def bucketed(problem: GemmProblem) -> GemmProblem:
 
 
 def look_up(
-    problem: GemmProblem, pattern: Pattern, world_size: int, device: str, reach: float = REACH
+    problem: GemmProblem,
+    pattern: Pattern,
+    world_size: int,
+    device: str,
+    reach: float = REACH,
+    ranks_per_host: int | None = None,
 ) -> TunedConfig | None:
     """The configuration that is recorded for the nearest number of rows, else None.
 
@@ -63,19 +75,20 @@ def look_up(
         device: name of the GPU, as :func:`gpu_name` returns it.
         reach: a recorded number of rows counts if the larger of the two numbers is less than so many times the smaller
             one. ``math.inf``: the nearest one in any case.
+        ranks_per_host: number of ranks that share memory; None: all.
 
     Raises:
         ValueError: if a file of the cache is broken, or for an unknown pattern.
     """
-    known = CACHE.read(device)
-    entry = known.get(key_of(problem, pattern, world_size))
+    known, on = CACHE.read(device), (world_size, ranks_per_host)
+    entry = known.get(key_of(problem, pattern, *on))
     if entry is None:
-        before, after = key_of(problem, pattern, world_size).split(f" {problem.m}x", 1)
+        before, after = key_of(problem, pattern, *on).split(f" {problem.m}x", 1)
         keys = (key.removeprefix(f"{before} ").partition("x") for key in known if key.startswith(f"{before} "))
         rows = [int(m) for m, _, rest in keys if rest == after and m.isdecimal()]
         nearest = min(rows, key=lambda m: (_distance(m, problem.m), -m), default=None)
         if nearest is not None and _distance(nearest, problem.m) < reach:
-            entry = known[key_of(replace(problem, m=nearest, m_per_rank=None), pattern, world_size)]
+            entry = known[key_of(replace(problem, m=nearest, m_per_rank=None), pattern, *on)]
     return None if entry is None else TunedConfig.from_dict(entry, "recorded")
 
 

@@ -15,7 +15,7 @@ from distgemm.gemm import GemmSpec, MatrixSpec, default_provider
 from distgemm.gemm.cublas import CublasProvider
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.per_tile.model import Costs, predict_per_tile
-from distgemm.gemm.per_tile.select import ROW_BYTES, SHORT_M, configs_of, gemm_of
+from distgemm.gemm.per_tile.select import MACHINE, ROW_BYTES, SHORT_M, configs_of, gemm_of
 from distgemm.gemm.spec import Status
 from distgemm.plan.ops import Gemm, View, box_extents
 from distgemm.plan.patterns import does_pattern
@@ -28,7 +28,7 @@ from distgemm.schedulers import PATTERNS, Pattern, check_pattern, schedule_mesh_
 from distgemm.schedulers.registry import BuilderError
 from distgemm.simulator import predict_unfused, simulate
 from distgemm.simulator.machine import Machine
-from distgemm.tune.config import UNFUSED, TunedConfig
+from distgemm.tune.config import UNFUSED, TunedConfig, options_for
 
 __all__ = [
     "Candidate",
@@ -43,9 +43,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger("distgemm")
-
-MACHINE = "h200"
-"""The machine of all predictions, whatever the GPU: they only say which candidates are worth measuring."""
 
 SLOWDOWN_LIMIT: dict[ExecutionMode, float] = {"multi_kernel": 1.25, "per_tile": 1.15}
 """A plan is measured if its predicted time is at most this factor above the best one with the same execution. That of
@@ -75,9 +72,9 @@ class Candidate:
     execution: ExecutionMode = "multi_kernel"
     min_ranks: int = 1
 
-    def plan(self, problem: GemmProblem, world_size: int) -> Plan:
+    def plan(self, problem: GemmProblem, world_size: int, ranks_per_host: int | None = None) -> Plan:
         """The plan of a problem. Raises ValueError as :func:`distgemm.make_plan`."""
-        return TunedConfig("plan", self.schedule, self.options).plan(problem, world_size)
+        return TunedConfig("plan", self.schedule, self.options).plan(problem, world_size, ranks_per_host)
 
     def __str__(self) -> str:
         return " ".join([self.schedule, *(f"{name}={value}" for name, value in self.options)])
@@ -138,6 +135,21 @@ def list_candidates(pattern: Pattern) -> tuple[Candidate, ...]:
     return tuple(REGISTERED[check_pattern(pattern)])
 
 
+def candidates_across(pattern: Pattern) -> list[Candidate]:
+    """What "auto" considers on several hosts: the candidates, each nested in itself, across hosts and inside each host.
+
+    Flat and one-shot schedules send more bytes across hosts. Candidates of "per_tile", with another mechanism than
+    "push", or with options that nested schedules lack, stay within a host.
+    """
+    return [
+        replace(each, schedule=NESTED, options=(("across", each.schedule), *each.options, ("inside", each.schedule)))
+        for each in list_candidates(pattern)
+        if each.execution == "multi_kernel" and each.schedule != ONE_SHOT and dict(each.options).keys() <= {"chunks"}
+    ]
+
+
+NESTED = "tensor_parallel_2d_nested"
+"""The schedule across hosts."""
 GATHER = "all_gather_1d_tiling_cd_rotating_a"
 REDUCTIONS: dict[Pattern, tuple[str, str]] = {
     "gemm+rs": ("reduce_scatter_1d_tiling_a_rotating_c", "reduce_scatter_1d_pairwise_a"),
@@ -180,7 +192,9 @@ def _register_defaults() -> None:
 # --- predictions --------------------------------------------------------------------------------------------
 
 
-def shortlist(problem: GemmProblem, pattern: Pattern, world_size: int) -> list[TunedConfig]:
+def shortlist(
+    problem: GemmProblem, pattern: Pattern, world_size: int, ranks_per_host: int | None = None
+) -> list[TunedConfig]:
     """The configurations that are worth measuring: plans by predicted time, then the unfused programs.
 
     A plan is left out if its predicted time is more than ``SLOWDOWN_LIMIT`` times that of the best plan with the
@@ -190,11 +204,12 @@ def shortlist(problem: GemmProblem, pattern: Pattern, world_size: int) -> list[T
         problem: the GEMM over all ranks.
         pattern: what the ranks do.
         world_size: number of ranks.
+        ranks_per_host: number of ranks that share memory; None: all.
 
     Raises:
         ValueError: for an unknown pattern, and for a registered candidate whose plan does something else.
     """
-    times = predictions(problem, check_pattern(pattern), world_size)
+    times = predictions(problem, check_pattern(pattern), world_size, ranks_per_host)
     plans = sorted((config for config in times if config.method == "plan"), key=lambda config: times[config])
     best: dict[ExecutionMode, float] = {}
     for config in plans:
@@ -207,7 +222,9 @@ def shortlist(problem: GemmProblem, pattern: Pattern, world_size: int) -> list[T
     return kept + [config for config in times if config.method == "unfused"]
 
 
-def predicted(problem: GemmProblem, pattern: Pattern, world_size: int) -> TunedConfig:
+def predicted(
+    problem: GemmProblem, pattern: Pattern, world_size: int, ranks_per_host: int | None = None
+) -> TunedConfig:
     """The configuration that the cost model predicts to be fastest.
 
     If a plan and the unfused program have the same predicted time, the unfused program is taken; if two providers have,
@@ -217,12 +234,13 @@ def predicted(problem: GemmProblem, pattern: Pattern, world_size: int) -> TunedC
         problem: the GEMM over all ranks.
         pattern: what the ranks do.
         world_size: number of ranks.
+        ranks_per_host: number of ranks that share memory; None: all.
 
     Raises:
         ValueError: if no candidate computes the problem, for an unknown pattern, and for a registered candidate whose
             plan does something else.
     """
-    times = predictions(problem, check_pattern(pattern), world_size)
+    times = predictions(problem, check_pattern(pattern), world_size, ranks_per_host)
     if not times:
         raise ValueError(f"nothing multiplies {problem} for {pattern} on {world_size} ranks")
     best = min(times, key=lambda config: (times[config], config.method != "unfused"))
@@ -235,23 +253,27 @@ def forget_predictions() -> None:
 
 
 @lru_cache(maxsize=256)
-def predictions(problem: GemmProblem, pattern: Pattern, world_size: int) -> dict[TunedConfig, float]:
+def predictions(
+    problem: GemmProblem, pattern: Pattern, world_size: int, ranks_per_host: int | None = None
+) -> dict[TunedConfig, float]:
     """Predicted us of every configuration: the plans with a kernel for each GEMM, the unfused programs, and the
-    per-tile kernels."""
-    machine = Machine.load(MACHINE)
+    per-tile kernels, which stay within a host."""
+    machine = replace(Machine.load(MACHINE), ranks_per_host=ranks_per_host)
     times = {config: time() for config, time in _multi_kernel(problem, pattern, world_size, machine)}
     # It multiplies scaled operands on CPUs only.
     if pattern in PATTERNS and unfused_status(problem, pattern) and problem.scaling is None:
-        for collective in COLLECTIVES:
+        for collective in COLLECTIVES if ranks_per_host is None else COLLECTIVES[:1]:  # others are within a host
             if collective_status(problem, pattern, collective, world_size):
                 time = predict_unfused(problem, machine, pattern, world_size, collective)
                 times[replace(UNFUSED, collective=collective)] = time
     return times | {config: time() for config, time in _per_tile(problem, pattern, world_size, machine)}
 
 
-def list_plans(problem: GemmProblem, pattern: Pattern, world_size: int) -> list[TunedConfig]:
+def list_plans(
+    problem: GemmProblem, pattern: Pattern, world_size: int, ranks_per_host: int | None = None
+) -> list[TunedConfig]:
     """Every configuration of :func:`predictions` that executes a plan, without its time."""
-    machine = Machine.load(MACHINE)
+    machine = replace(Machine.load(MACHINE), ranks_per_host=ranks_per_host)
     return [
         config
         for kind in (_multi_kernel, _per_tile)
@@ -260,14 +282,17 @@ def list_plans(problem: GemmProblem, pattern: Pattern, world_size: int) -> list[
 
 
 def _plans(
-    problem: GemmProblem, pattern: Pattern, world_size: int, execution: ExecutionMode
+    problem: GemmProblem, pattern: Pattern, world_size: int, machine: Machine, execution: ExecutionMode
 ) -> Iterator[tuple[Candidate, Plan]]:
     """The candidates with such an execution that take the problem and the number of ranks."""
-    for candidate in list_candidates(pattern):
+    ranks_per_host = machine.ranks_per_host
+    flat = ranks_per_host is None or problem.copies > 1  # nested schedules have no copies
+    for candidate in list_candidates(pattern) if flat else candidates_across(pattern):
         if candidate.execution != execution or world_size < candidate.min_ranks:
             continue
+        candidate = replace(candidate, options=options_for(problem, candidate.options))
         try:
-            plan = candidate.plan(problem, world_size)
+            plan = candidate.plan(problem, world_size, ranks_per_host)
         except BuilderError:
             raise
         except PlanError as error:
@@ -275,7 +300,7 @@ def _plans(
         except ValueError as error:  # for example, the schedule takes only powers of two
             logger.info("no candidate for %s on %d ranks: %s: %s", pattern, world_size, candidate, error)
             continue
-        if not does_pattern(plan, pattern):
+        if not does_pattern(plan, pattern, problem.copies):
             raise ValueError(
                 f"candidate {candidate} does not do {pattern}: its plan begins or ends with other shards; register it "
                 "for the pattern that it does"
@@ -288,7 +313,7 @@ def _multi_kernel(
 ) -> Iterator[tuple[TunedConfig, Callable[[], float]]]:
     """Configurations with a kernel for each GEMM, and what predicts their us. The default provider comes first."""
     preferred = default_provider()
-    for candidate, plan in _plans(problem, pattern, world_size, "multi_kernel"):
+    for candidate, plan in _plans(problem, pattern, world_size, machine, "multi_kernel"):
         able = [name for name in sorted(providers(), key=lambda name: name != preferred) if _computes(name, plan)]
         most = max(sum(isinstance(op, Gemm) for op in plan.ops(rank)) for rank in range(world_size))
         for gemm_streams in (1, 2) if most > 1 and able else (1,):
@@ -296,9 +321,11 @@ def _multi_kernel(
             plain = ExecutionConfig(gemm_streams=gemm_streams)
             actions = lower(plan, 0, plain)
             waits: tuple[WaitBy, ...] = ("memory_op",)
-            if world_size > 1 and on_one_stream(actions):
-                waits = ("memory_op", "kernel")
-            fewer = len(lower(plan, 0, replace(plain, merge_copies=True))) < len(actions)
+            fewer = False
+            if plan.ranks_per_host is None:  # across hosts, nothing else runs
+                if world_size > 1 and on_one_stream(actions):
+                    waits = ("memory_op", "kernel")
+                fewer = len(lower(plan, 0, replace(plain, merge_copies=True))) < len(actions)
             for provider, wait_by, merge_copies in product(able, waits, (False, True) if fewer else (False,)):
                 execution = replace(plain, provider=provider, wait_by=wait_by, merge_copies=merge_copies)
                 yield TunedConfig("plan", candidate.schedule, candidate.options, execution), time
@@ -311,15 +338,12 @@ def _per_tile(
     if providers()["cutlass"].arch != "90a":
         return
     costs = Costs(machine)
-    for candidate, plan in _plans(problem, pattern, world_size, "per_tile"):
-        configs = configs_of(plan)
-        for name in configs:
+    for candidate, plan in _plans(problem, pattern, world_size, machine, "per_tile"):
+        for name in configs_of(plan):
             if not (status := per_tile_status(plan, name)):
                 logger.info("no candidate for %s on %d ranks: %s", pattern, world_size, status.reason)
                 continue
             gemm = gemm_of(plan, name)
-            if name == configs[-1] and gemm.m > gemm.traits.tile[0] and not gemm.traits.one_shot:
-                continue  # it equals the one before, unless half of that one's clusters would be padding
             if gemm.by_columns and gemm.m >= gemm.ranks * SHORT_M:
                 continue  # shards of rows fill tiles, and B is read as often
             if gemm.traits.one_shot and gemm.m > ONE_SHOT_ROWS:

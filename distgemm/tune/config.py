@@ -9,14 +9,20 @@ from typing import Any, Literal, get_args
 from distgemm.arguments import instance, member, sequence, shown, wrong
 from distgemm.gemm import GemmConfig, list_providers
 from distgemm.plan import GemmProblem, Plan, make_plan
-from distgemm.plan.options import parse_mesh, parse_options
+from distgemm.plan.options import parse_mesh, parse_options, with_hosts
+from distgemm.plan.schema import SyncMode
 from distgemm.runtime.executable import EXECUTION_FIELDS, ExecutionConfig
 from distgemm.runtime.unfused import COLLECTIVES, Collective
 
-__all__ = ["UNFUSED", "Method", "Source", "TunedConfig"]
+__all__ = ["UNFUSED", "Method", "Source", "TunedConfig", "options_for"]
 
 Method = Literal["plan", "unfused"]
 Source = Literal["", "measured", "recorded", "predicted", "pinned"]
+
+
+def options_for(problem: GemmProblem, options: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, Any], ...]:
+    """Options of a schedule, with the copies that the problem has."""
+    return options if problem.copies == 1 else tuple(sorted((dict(options) | {"copies": problem.copies}).items()))
 
 
 def _any(name: str, value: Any) -> Any:
@@ -133,15 +139,23 @@ class TunedConfig:
         """The value of an option; None if it is not given."""
         return dict(self.options).get(name)
 
-    def plan(self, problem: GemmProblem, world_size: int) -> Plan:
-        """The plan of a problem, with ``sync="barrier"`` as the CUDA runtime executes it.
+    def plan(
+        self, problem: GemmProblem, world_size: int, ranks_per_host: int | None = None, sync: SyncMode = "barrier"
+    ) -> Plan:
+        """The plan of a problem.
+
+        Args:
+            problem: the GEMM over all ranks.
+            world_size: number of ranks; a ``mesh`` among the options says it, too.
+            ranks_per_host: number of ranks that share memory; None: all.
+            sync: as in :func:`distgemm.make_plan`, unless the options say it; "barrier" is for the CUDA runtime.
 
         Raises:
             ValueError: as :func:`distgemm.make_plan`.
         """
-        options = self._plan_options()
+        options = with_hosts(self.schedule, self._plan_options(), world_size, ranks_per_host)
         size = None if "mesh" in options else world_size
-        return make_plan(problem, self.schedule, size, **({"sync": "barrier"} | options))
+        return make_plan(problem, self.schedule, size, **({"sync": sync} | options))
 
     def __str__(self) -> str:
         if self.method == "unfused":

@@ -30,7 +30,9 @@ the tiles that each shape selects. ``"tiles"``: every candidate with every tile.
 # --- configurations and sources ---------------------------------------------------------------------------
 
 
-def configs_of(problem: GemmProblem, pattern: Pattern, world_size: int, scope: Scope) -> list[TunedConfig]:
+def configs_of(
+    problem: GemmProblem, pattern: Pattern, world_size: int, scope: Scope, ranks_per_host: int | None = None
+) -> list[TunedConfig]:
     """The configurations that "auto" considers.
 
     Args:
@@ -38,18 +40,20 @@ def configs_of(problem: GemmProblem, pattern: Pattern, world_size: int, scope: S
         pattern: what the ranks do.
         world_size: number of ranks.
         scope: which ones.
+        ranks_per_host: number of ranks that share memory; None: all.
 
     Raises:
         ValueError: as :func:`distgemm.tune.shortlist`, and if a file of recorded configurations is broken.
     """
+    on = world_size, ranks_per_host
     if scope == "tiles":
-        return list_plans(problem, pattern, world_size)
-    recorded = look_up(problem, pattern, world_size, gemm_select.gpu_name(), inf)
-    selected = predicted(problem, pattern, world_size) if recorded is None else recorded
+        return list_plans(problem, pattern, *on)
+    recorded = look_up(problem, pattern, world_size, gemm_select.gpu_name(), inf, ranks_per_host)
+    selected = predicted(problem, pattern, *on) if recorded is None else recorded
     found = [selected]
     while (fallback := found[-1].fallback) is not None:
         found.append(fallback)
-    return found + (shortlist(problem, pattern, world_size) if scope == "measured" else [])
+    return found + (shortlist(problem, pattern, *on) if scope == "measured" else [])
 
 
 def sources_of(
@@ -61,6 +65,7 @@ def sources_of(
     rank: int = 0,
     turned_b: bool = False,
     tiles: bool = False,
+    ranks_per_host: int | None = None,
 ) -> list[KernelSource]:
     """The sources of all kernels that a rank needs to execute a problem in these ways, each once.
 
@@ -72,11 +77,12 @@ def sources_of(
         rank: the rank.
         turned_b: whether columns of B are contiguous, and not its rows.
         tiles: whether the kernels are listed with all tiles that :func:`distgemm.tune.tune` tries, too.
+        ranks_per_host: number of ranks that share memory; None: all.
     """
     found: dict[KernelSource, None] = {}
     for config in configs:
         if config.method == "plan":
-            plan = config.plan(problem, world_size)
+            plan = config.plan(problem, world_size, ranks_per_host)
             if config.execution.execution == "per_tile":
                 found[gemm_of(plan, config.execution.config, turned_b=turned_b).traits.source()] = None
                 continue

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.cuda import CudaExecutable, PerTileExecutable, compile_plan
+from distgemm.runtime.groups import ranks_per_host
 from distgemm.runtime.torch_arguments import read_device
 from distgemm.runtime.unfused import UnfusedExecutable
 from distgemm.schedulers import Pattern
@@ -30,13 +31,20 @@ def device_of(device: torch.device | str | int | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if at.type == "cuda" and at.index is None else at
 
 
-def refuse_capture(problem: GemmProblem, pattern: Pattern, world_size: int, device: torch.device) -> None:
+def refuse_capture(
+    problem: GemmProblem,
+    pattern: Pattern,
+    world_size: int,
+    device: torch.device,
+    ranks_per_host: int | None = None,
+) -> None:
     """Raise RuntimeError if the current stream is being captured."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        key = key_of(problem, pattern, world_size, ranks_per_host)
         raise RuntimeError(
-            f"schedule='auto' has no executable for {key_of(problem, pattern, world_size)} yet, and none can be made "
-            "while a graph is captured: make this call once before capturing; distgemm.tune.tune(problem, "
-            f"{pattern!r}, group) before that measures ahead"
+            f"schedule='auto' has no executable for {key} yet, and none can be made while a graph is captured: "
+            f"make this call once before capturing; distgemm.tune.tune(problem, {pattern!r}, group) before that "
+            "measures ahead"
         )
 
 
@@ -101,7 +109,7 @@ def make(
     if config.method == "unfused":
         made = UnfusedExecutable(problem, pattern, group, device, config.collective)
     else:
-        plan = config.plan(problem, group.size())
+        plan = config.plan(problem, group.size(), ranks_per_host(group))
         made = compile_plan(plan, config.execution, group=group, device=device, copies=True, **options)
     _configs[made] = config
     return made

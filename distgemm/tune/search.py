@@ -23,8 +23,9 @@ from distgemm.gemm.spec import SCALE_BLOCK, Status
 from distgemm.measure.operation import Operation, WrongResultError, executable_method
 from distgemm.measure.timing import attempt, sample
 from distgemm.plan.problem import QUANTIZED_DTYPES, GemmProblem
-from distgemm.runtime.checks import TORCH_DTYPES, resolve_group
+from distgemm.runtime.checks import TORCH_DTYPES, Group, resolve_group
 from distgemm.runtime.executable import Executable
+from distgemm.runtime.groups import ranks_per_host
 from distgemm.schedulers import Pattern
 from distgemm.tune import gemm as gemm_tuning
 from distgemm.tune import ranks
@@ -100,7 +101,7 @@ def measurable(problem: GemmProblem) -> Status:
 def tune(
     problem: GemmProblem,
     pattern: Pattern,
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
     *,
     device: torch.device | str | int | None = None,
     write: bool = True,
@@ -114,7 +115,7 @@ def tune(
     Args:
         problem: the GEMM over all ranks.
         pattern: what the ranks do, as "ag+gemm".
-        group: the ranks that take part; None: all.
+        group: the ranks that take part, also a mesh of hosts; None: all.
         device: this rank's GPU; None: the current one.
         write: whether rank 0 records the configuration in its cache folder.
         kernels: whether tiles are measured first for the GEMMs that have no recorded tiles. The GEMMs are spread over
@@ -127,7 +128,7 @@ def tune(
         WrongResultError: if a configuration computes a wrong result.
     """
     whole, at = resolve_group(group), device_of(device)
-    refuse_capture(problem, pattern, whole.size(), at)
+    refuse_capture(problem, pattern, whole.size(), at, ranks_per_host(whole))
     return search(problem, pattern, whole, at, write=write, kernels=kernels, progress=progress)
 
 
@@ -150,11 +151,12 @@ def search(
         raise ValueError(status.reason)
     report = progress or (lambda line: None)
     size = group.size()
-    key = key_of(problem, pattern, size)
+    on = size, ranks_per_host(group)
+    key = key_of(problem, pattern, *on)
     whole = round_up(problem, pattern, size)
     if write:  # finds a broken file before anything is measured
         from_first(group, device, lambda: look_up(problem, pattern, size, gpu_name(device)))
-    tried = from_first(group, device, lambda: shortlist(whole, pattern, size))
+    tried = from_first(group, device, lambda: shortlist(whole, pattern, *on))
     if kernels:
         _tune_gemms(whole, tried, group, device, report)
     operation, failed = attempt(group, device, lambda: Operation(whole, pattern, group, device))
@@ -278,7 +280,8 @@ class _Trial:
 
     @property
     def _key(self) -> str:
-        return key_of(self.operation.problem, self.operation.pattern, self.operation.group.size())
+        group = self.operation.group
+        return key_of(self.operation.problem, self.operation.pattern, group.size(), ranks_per_host(group))
 
 
 def finalists(ran: Sequence[TunedConfig]) -> list[TunedConfig]:
@@ -316,10 +319,11 @@ def lacking_kernels(operation: Operation, wanted: Sequence[TunedConfig]) -> dict
     if not has_kernels(operation.device):
         return {}
     rank, size = dist.get_rank(operation.group), operation.group.size()
+    terms: dict[str, Any] = {"rank": rank, "ranks_per_host": ranks_per_host(operation.group)}
 
     def lacks(config: TunedConfig) -> list[KernelSource]:
         try:
-            sources = sources_of(operation.problem, operation.pattern, size, [config], rank=rank)
+            sources = sources_of(operation.problem, operation.pattern, size, [config], **terms)
         except ValueError:  # whoever makes its executable says why
             return []
         return [source for source in sources if not is_there(source)]
@@ -350,7 +354,7 @@ def _executables(
     refused: dict[str, str] = {}
     problem, pattern, group, device = operation.problem, operation.pattern, operation.group, operation.device
     # The largest workspace comes first, so that all others fit into it.
-    for config in sorted(tried, key=lambda config: _workspace_bytes(problem, config, group.size()), reverse=True):
+    for config in sorted(tried, key=lambda config: _workspace_bytes(problem, config, group), reverse=True):
         report(f"compiling {config}")
         try:
             made[config] = ranks.make(problem, pattern, config, group, device)
@@ -360,11 +364,11 @@ def _executables(
     return made, refused
 
 
-def _workspace_bytes(problem: GemmProblem, config: TunedConfig, world_size: int) -> int:
+def _workspace_bytes(problem: GemmProblem, config: TunedConfig, group: dist.ProcessGroup) -> int:
     if config.method == "unfused":
         return 0
-    plan = config.plan(problem, world_size)
-    return max(map(plan.workspace_bytes, range(world_size)))
+    plan = config.plan(problem, group.size(), ranks_per_host(group))
+    return max(map(plan.workspace_bytes, range(plan.world_size)))
 
 
 def _tune_gemms(
@@ -381,7 +385,7 @@ def _tune_gemms(
     for config in tried:
         execution = config.execution
         if config.method == "plan" and execution.provider == "cutlass" and execution.execution != "per_tile":
-            plan = config.plan(problem, size)
+            plan = config.plan(problem, size, ranks_per_host(group))
             for spec in specs_of(plan):
                 key = gemm_select.key_of(spec, execution.gemm_streams)
                 if key not in known:

@@ -8,19 +8,19 @@ from math import inf
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from distgemm.arguments import boolean, instance
 from distgemm.plan.problem import GemmProblem
-from distgemm.runtime.checks import compare, problem_fields, resolve_group
+from distgemm.runtime.checks import Group, compare, problem_fields, resolve_group
 from distgemm.runtime.cuda import CudaExecutable, PerTileExecutable
+from distgemm.runtime.groups import ranks_per_host
 from distgemm.runtime.unfused import UnfusedExecutable, collective_status
 from distgemm.schedulers import Pattern, check_pattern
 from distgemm.system import switch
 from distgemm.tune import ranks
 from distgemm.tune.cache import REACH, bucketed, gpu_name, look_up
 from distgemm.tune.candidates import per_tile_status, predicted
-from distgemm.tune.config import UNFUSED, TunedConfig
+from distgemm.tune.config import UNFUSED, TunedConfig, options_for
 from distgemm.tune.ranks import device_of, from_first, refuse_capture
 from distgemm.tune.search import measurable, search
 
@@ -32,7 +32,7 @@ logger = logging.getLogger("distgemm")
 def select(
     problem: GemmProblem,
     pattern: Pattern,
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
     *,
     device: torch.device | str | int | None = None,
     tune: bool | None = None,
@@ -47,7 +47,7 @@ def select(
     Args:
         problem: the GEMM over all ranks.
         pattern: what the ranks do, as "ag+gemm".
-        group: the ranks that take part; None: all.
+        group: the ranks that take part, also a mesh of hosts; None: all.
         device: this rank's GPU; None: the current one.
         tune: what happens if nothing is recorded in reach. True: measure now, at the :func:`bucket` of m, and record
             the result. False: take the nearest configuration however far it is, or the prediction of the cost model if
@@ -63,47 +63,51 @@ def select(
     if tune is not None:
         boolean("tune", tune)
     whole, at = resolve_group(group), device_of(device)
-    size = whole.size()
-    refuse_capture(problem, pattern, size, at)
+    on = size, hosts = whole.size(), ranks_per_host(whole)
+    refuse_capture(problem, pattern, size, at, hosts)
     # Before anything else is sent: another rank may compile a plan, or another problem.
-    compare({"call": f"a selection of {pattern}", **problem_fields(problem), "tune": tune}, whole, at)
+    fields = {"ranks per host": hosts or size, **problem_fields(problem), "tune": tune}
+    compare({"call": f"a selection of {pattern}", **fields}, whole, at)
 
     def look_up_or_predict() -> TunedConfig | None:
         measure = switch("DISTGEMM_TUNE", True) if tune is None else tune
         measures = measure and measurable(problem)
-        recorded = look_up(problem, pattern, size, gpu_name(at), REACH if measures else inf)
-        return recorded or (None if measures else predicted(problem, pattern, size))
+        recorded = look_up(problem, pattern, size, gpu_name(at), REACH if measures else inf, hosts)
+        return recorded or (None if measures else predicted(problem, pattern, *on))
 
     config = from_first(whole, at, look_up_or_predict)
     if config is None:
         config = search(bucketed(problem), pattern, whole, at, must_write=False).config
-    return fitting(config, problem, pattern, size)
+    return fitting(config, problem, pattern, *on)
 
 
-def fitting(config: TunedConfig, problem: GemmProblem, pattern: Pattern, world_size: int) -> TunedConfig:
-    """A configuration that executes a problem whose rows differ from those that were measured.
+def fitting(
+    config: TunedConfig, problem: GemmProblem, pattern: Pattern, world_size: int, ranks_per_host: int | None = None
+) -> TunedConfig:
+    """A configuration that executes a problem whose rows or columns of ranks differ from those that were measured.
 
-    Per-tile kernels need equal shards. If the problem has not, the ``fallback`` of the configuration is taken, or the
-    prediction. If the collective of an unfused program does not support the problem, NCCL is taken.
+    Per-tile kernels need equal shards without copies. If the problem has others, the ``fallback`` of the configuration
+    is taken, or the prediction. If the collective of an unfused program does not support the problem, NCCL is taken.
     """
     if config.method == "unfused":
         status = collective_status(problem, pattern, config.collective, world_size)
         return config if status else replace(UNFUSED, source=config.source)
+    config = replace(config, options=options_for(problem, config.options))
     if config.execution.execution != "per_tile":
         return config
-    status = per_tile_status(config.plan(problem, world_size), config.execution.config)
+    status = per_tile_status(config.plan(problem, world_size, ranks_per_host), config.execution.config)
     if status:
         return config
     logger.info("%s does not execute %s for %s: %s", config, problem, pattern, status.reason)
     if config.fallback is None:
-        return predicted(problem, pattern, world_size)
-    return fitting(config.fallback, problem, pattern, world_size)
+        return predicted(problem, pattern, world_size, ranks_per_host)
+    return fitting(config.fallback, problem, pattern, world_size, ranks_per_host)
 
 
 def executable(
     problem: GemmProblem,
     pattern: Pattern,
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
     *,
     device: torch.device | str | int | None = None,
     tune: bool | None = None,
@@ -116,7 +120,7 @@ def executable(
     Args:
         problem: the GEMM over all ranks.
         pattern: what the ranks do.
-        group: the ranks that take part; None: all.
+        group: the ranks that take part, also a mesh of hosts; None: all.
         device: this rank's GPU; None: the current one.
         tune: as in :func:`select`.
         **options: ``timeout`` and ``on_timeout`` of :func:`distgemm.compile`, for a plan.

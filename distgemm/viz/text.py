@@ -280,37 +280,39 @@ class TileOrder(Protocol):
     def lead(self) -> int: ...
     @property
     def own_first(self) -> bool: ...
-    @property
-    def own_only(self) -> bool: ...
     def of_unit(self, distance: int, unit: int) -> Place: ...
     def __iter__(self) -> Iterator[Place]: ...
 
 
-def show_tile_order(order: TileOrder, rank: int = 0, *, limit: int = LIMIT, width: int | None = None) -> str:
+def show_tile_order(
+    order: TileOrder, rank: int = 0, *, ranks: int | None = None, limit: int = LIMIT, width: int | None = None
+) -> str:
     """The order of a rank's tiles as text: the units of a shard, and the ticket of each cluster of tiles of D.
 
     Args:
         order: what is shown.
         rank: whose tickets.
+        ranks: number of ranks; None: as many as shards.
         limit: rows and columns of each table; a line says what is left out.
         width: characters of a line; wider tables continue below with further columns. None: no limit.
 
     Raises:
         ValueError: for a rank that the order does not have, and for a limit or a width that is none.
     """
-    ranks, blocks, columns = len(order.distances) + 1, range(order.blocks), range(order.columns)
+    shards, blocks, columns = len(order.distances) + 1, range(order.blocks), range(order.columns)
+    ranks = ranks or shards
     rank = integer("rank", rank, 0, ranks - 1)
     limit, width = _sizes(limit, width)
     units = {order.of_unit(0, unit): unit for unit in range(order.blocks * order.columns)}
     tickets = {tile: ticket for ticket, tile in enumerate(order)}
-    lead = f"own tiles come {_count(order.lead, 'unit')} {'earlier' if order.own_first else 'later'}; shards"
-    if order.own_only:
-        lead = "own tiles only, which add this rank's slices of k, then in turn those of others"
-    shards = ", ".join(str((rank + distance) % ranks) for distance in order.distances)
+    rest = "its tiles are of one shard"
+    if shards > 1:
+        others = ", ".join(str((rank + distance) % ranks) for distance in order.distances)
+        earlier = "earlier" if order.own_first else "later"
+        rest = f"own tiles come {_count(order.lead, 'unit')} {earlier}; shards in the order {others}"
     head = (
         f"rank {rank} of {ranks}: {order.blocks}x{order.columns} clusters of tiles in each shard, "
-        f"{_count(order.group, 'row')} of clusters in turn; "
-        f"{f'{lead} in the order {shards}' if shards else 'own tiles only'}"
+        f"{_count(order.group, 'row')} of clusters in turn; {rest}"
     )
     titles = ["", *map(str, columns[:limit])]
     table = [titles]
@@ -320,14 +322,15 @@ def show_tile_order(order: TileOrder, rank: int = 0, *, limit: int = LIMIT, widt
     left_out = _left_out(("blocks", blocks), ("columns", columns), limit)
     parts = ["\n".join(["units of a shard, by row and column of clusters", *_table(table, width), *left_out])]
     table = [titles]
-    rows = [(shard, block) for shard in ([rank] if order.own_only else range(ranks)) for block in blocks]
+    rows = [(shard, block) for shard in (range(ranks) if shards > 1 else [rank]) for block in blocks]
     for shard, block in rows[:limit]:
         found = (tickets[(shard - rank) % ranks, block, column] for column in columns[:limit])
-        cells = (f"[{ticket}]" if shard == rank else f"{ticket} " for ticket in found)
-        table.append([f"shard {shard}, block {block}", *cells])
+        cells = (str(ticket) if shards == 1 else f"[{ticket}]" if shard == rank else f"{ticket} " for ticket in found)
+        table.append([f"shard {shard}, block {block}" if shards > 1 else f"block {block}", *cells])
     lines = [line.rstrip() for line in _table(table, width)]
     left_out = _left_out(("rows", range(len(rows))), ("columns", columns), limit)
-    parts.append("\n".join([f"tickets of D; [t]: own shard, of rank {rank}", *lines, *left_out]))
+    title = f"tickets of D; [t]: own shard, of rank {rank}" if shards > 1 else "tickets of D"
+    parts.append("\n".join([title, *lines, *left_out]))
     return "\n\n".join([_wrapped(head, width), *parts])
 
 

@@ -18,7 +18,7 @@ def run(file: str) -> dict[str, Any]:
 
 def label(row: dict[str, Any]) -> str:
     """A row in a few words, such as "70b out rs, 2048"."""
-    reduced = f" {row['pattern'].partition('+')[2]}" if row["pattern"] != "ag+gemm" else ""
+    reduced = {"gemm+rs": " rs", "gemm+ar": " ar", "gemm+a2a": " a2a", "a2a+gemm": " a2a"}.get(row["pattern"], "")
     return f"{row['model'].removeprefix('llama-3-')} {row['layer']}{reduced}, {row['m']}"
 
 
@@ -42,11 +42,7 @@ def ratio(file: str, peer: str) -> str:
     return f"{geometric_mean(ratios(file, peer)):.2f}"
 
 
-EXECUTIONS = {
-    "multi_kernel": "a kernel for each GEMM",
-    "single_kernel": "the kernel that per-tile kernels replaced",
-    "per_tile": "a per-tile kernel",
-}
+EXECUTIONS = {"multi_kernel": "a kernel for each GEMM", "per_tile": "a per-tile kernel"}
 LAW_FACTOR, LAW_US = 1.03, 7.0
 
 
@@ -91,8 +87,7 @@ def comparisons(file: str) -> list[Comparison]:
 def executions(file: str) -> str:
     """The fastest configuration of each execution, the fastest peer and the roof, in us, by row; and what they say."""
     found = comparisons(file)
-    shown = [name for name in EXECUTIONS if name in found[0].times]
-    counts = {name: sum(each.times[name] == each.best for each in found) for name in shown}
+    counts = {name: sum(each.times[name] == each.best for each in found) for name in EXECUTIONS}
     peers = [each.peer / each.best for each in found]
     fastest_in = " and ".join(f"{EXECUTIONS[name]} in {count}" for name, count in counts.items())
     text = (
@@ -104,16 +99,16 @@ def executions(file: str) -> str:
     for each in found:
         cells = [
             f"**{each.times[name]:.1f}**" if each.times[name] == each.best else f"{each.times[name]:.1f}"
-            for name in shown
+            for name in EXECUTIONS
         ]
         over = f"{each.best - each.roof:.1f}"
         rows.append([each.name, *cells, f"{each.peer:.1f}", f"{each.roof:.1f}", f"**{over}**" if each.lawful else over])
-    heads = ["replaced" if name == "single_kernel" else name for name in shown]
-    return f"{text}\n\n{rows_of(' | '.join(['row', *heads, 'peer', 'roof', 'fastest - roof']), rows)}"
+    heads = ["row", *EXECUTIONS, "peer", "roof", "fastest - roof"]
+    return f"{text}\n\n{rows_of(' | '.join(heads), rows)}"
 
 
 def link_us(row: dict[str, Any]) -> float:
     """The time of the bytes that a rank sends at what a copy engine carries, us."""
     m, n, k = row["local"]
-    sent = {"ag+gemm": m * k, "gemm+rs": m * n, "gemm+ar": 2 * m * n}[row["pattern"]]
-    return sent * 2 * (row["ranks"] - 1) / row["ranks"] / 376e3
+    sent = {"ag+gemm": m * k, "gemm+rs": m * n, "gemm+ar": 2 * m * n, "gemm+a2a": m * n, "a2a+gemm": m * k}
+    return sent[row["pattern"]] * 2 * (row["ranks"] - 1) / row["ranks"] / 376e3

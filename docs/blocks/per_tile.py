@@ -91,3 +91,26 @@ def per_tile_gathered(file: str) -> str:
             ]
         )
     return rows_of("layer, rows | without | with all of A | ratio", rows)
+
+
+@table
+def per_tile_few(file: str) -> str:
+    """The fastest kernel of few rows whose tiles end with their shards, and that whose tiles span them, us."""
+    rows = []
+    for row in read(file)["rows"]:
+        us = row["us"]
+        cublas = us.pop("cublas")
+        ending, spanning = (
+            min((name for name in us if name.endswith("_span") == spans), key=us.__getitem__) for spans in (False, True)
+        )
+        rows.append(
+            [
+                f"{row['layer'].replace('b ', 'B ')}, {row['m']}",
+                f"`{row['pattern']}`",
+                f"{us[ending]:.1f}",
+                f"{us[spanning]:.1f}",
+                " ".join(spanning.split("_")[:2]),
+                f"{cublas:.1f}",
+            ]
+        )
+    return rows_of("layer, rows | pattern | shards end tiles | tiles span shards | kernel | cuBLAS alone", rows)

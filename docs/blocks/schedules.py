@@ -183,6 +183,13 @@ def formulas(kind: str) -> str:
 
 
 @table
+def nested_all_to_alls() -> str:
+    """What moves with an all-to-all inside hosts, and another one, a gather or sums across."""
+    rows = [[f"`{name}`", "; ".join(map(_move, moves))] for name, moves in FORMULAS["nested_all_to_alls"].items()]
+    return rows_of("across, inside | what moves", rows)
+
+
+@table
 def nested_all_reduce() -> str:
     """What the final copies of a nested all-reduce add to the workspace."""
     return str(FORMULAS["nested_all_reduce"])

@@ -69,10 +69,15 @@ class Case:
     across: str = ""
     inside: str = ""
     ranks_per_host: int | None = None
+    n_per_rank: tuple[int, ...] | None = None
+    k_per_rank: tuple[int, ...] | None = None
+    copies: int = 1
 
     def plan(self) -> distgemm.Plan:
         problem = distgemm.GemmProblem(
-            self.m, self.n, self.k, self.l, self.dtype, self.out_dtype, self.partial_dtype, self.rows
+            *(self.m, self.n, self.k, self.l, self.dtype, self.out_dtype, self.partial_dtype, self.rows),
+            n_per_rank=self.n_per_rank,
+            k_per_rank=self.k_per_rank,
         )
         given: dict[str, Any] = {
             "chunks": self.chunks * (self.chunks > 1),
@@ -80,6 +85,7 @@ class Case:
             "chunk_mode": self.chunk_mode,
             "across": self.across,
             "inside": self.inside,
+            "copies": self.copies * (self.copies > 1),
         }
         options = {name: value for name, value in given.items() if value}
         return distgemm.make_plan(
@@ -654,6 +660,43 @@ def cases(ranks: int) -> list[Case]:
     for schedule in ("all_gather_1d_tiling_cd_rotating_a", "reduce_scatter_1d_tiling_a_rotating_c"):
         rows = unequal if sum(unequal) else (8,) * ranks
         found.append(Case(schedule, (ranks,), m=sum(rows), rows=rows, config=None))
+    return found
+
+
+TO_HEADS = ("all_to_all_1d_rotating_d", "all_to_all_1d_pairwise_xor_d")
+FROM_HEADS = ("all_to_all_1d_rotating_a", "all_to_all_1d_pairwise_xor_a")
+
+
+def all_to_all_cases(ranks: int) -> list[Case]:
+    """All-to-alls, for a power of two of ranks: equal and unequal heads and tokens, copies, chunks, and meshes."""
+    mesh, found = (ranks,), list[Case]()
+    rows = tuple(8 * (1 + 3 * rank % 5) for rank in range(ranks - 1)) + (0,)
+    heads = tuple(64 * (1 + rank % 3) for rank in range(ranks))
+    for schedules, mode in ((TO_HEADS, "n"), (FROM_HEADS, "k")):
+        unequal: dict[str, Any] = {"m": sum(rows), "rows": rows, mode: sum(heads), f"{mode}_per_rank": heads}
+        ways: list[dict[str, Any]] = [
+            {"chunks": 2},
+            {"config": None, **unequal},
+            {"config": None, "chunks": 2, "chunk_mode": mode, "beta": 1.0, **unequal},
+            {"config": None, "mechanism": "pull", "workspace": "bounded", "sync": "credit", "chunks": 2, **unequal},
+            {"config": None, "mechanism": "store", "alpha": 2.0, **unequal},
+            {"config": None, "m": 130, "n": 75, "k": 61},  # nothing is aligned
+            {"gemm_streams": 1, "wait_by": "kernel"},
+            {"provider": "cublas", "config": None, "chunks": 2},
+        ]
+        found += [Case(schedule, mesh, **way) for schedule in schedules for way in ways]
+        if ranks > 2:
+            found += [
+                Case("tensor_parallel_2d_nested", (2, ranks // 2), across=across, inside=schedules[0], chunks=chunks)
+                for across in schedules
+                for chunks in (1, 2)
+            ]
+    for copies in (2, 4, 8)[: ranks.bit_length() - 1]:
+        few = tuple(64 * (1 + rank // copies % 2) for rank in range(ranks))
+        found += [
+            Case(TO_HEADS[0], mesh, copies=copies),
+            Case(TO_HEADS[0], mesh, copies=copies, config=None, n=sum(few) // copies, n_per_rank=few, chunks=2),
+        ]
     return found
 
 

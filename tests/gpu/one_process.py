@@ -126,7 +126,9 @@ class Ranks:
         return [self._executable(rank, plan, execution) for rank in range(self.count)]
 
     def _executable(self, rank: int, plan: Plan, execution: ExecutionConfig) -> CudaExecutable:
-        def workspace_for(group: Any, device: torch.device, slot_bytes: int, flags: int, kind: Any) -> Workspace:
+        def workspace_for(
+            group: Any, device: torch.device, slot_bytes: int, flags: int, kind: Any, packet_bytes: int
+        ) -> Workspace:
             found = self.workspaces[rank]
             if slot_bytes > found.slot_bytes or flags > found.flags:
                 raise ValueError(f"{plan.schedule} needs {slot_bytes} bytes of slots and {flags} flags")

@@ -58,10 +58,10 @@ def gemms(ranks: int) -> list[RankGemm]:
     pingpong, wide, high = ((128, 128), (2, 1), True), ((128, 256), (1, 2), False), ((256, 128), (2, 1), False)
 
     def gemm(
-        pattern: Any, kind: tuple[Any, ...], m: int, n: int, k: int, *, by_columns: bool = False, one_shot: bool = False
+        pattern: Any, kind: tuple[Any, ...], m: int, n: int, k: int, *, one_shot: bool = False, **more: bool
     ) -> RankGemm:
         traits = KernelTraits(pattern, *kind, sends=pattern in GATHERING, one_shot=one_shot)
-        return RankGemm(traits, distances, m, n, k, by_columns=by_columns)
+        return RankGemm(traits, distances, m, n, k, **more)
 
     return [
         gemm("ag+gemm", pingpong, 200, 328, 136),
@@ -80,6 +80,9 @@ def gemms(ranks: int) -> list[RankGemm]:
         gemm("ag+gemm", ((128, 160), (2, 1), False), 136, 264, 328),
         gemm("a2a+gemm", pingpong, 200, 328, 72),
         gemm("a2a+gemm", wide, 72, 520, 64),
+        gemm("ag+gemm", pingpong, 40 * ranks, 328, 136, spans=True),
+        gemm("gemm+rs", wide, 16 * ranks, 264, 64, spans=True),
+        gemm("gemm+rs", pingpong, 48 * ranks, 328, 136, spans=True),
     ]
 
 
@@ -101,18 +104,13 @@ class Job:
 
     def __init__(self, gemm: RankGemm, there: LocalRanks, seed: int, epochs_a_replay: int) -> None:
         pattern = gemm.traits.pattern
-        is_whole = pattern in {"ag+gemm", "gemm+a2a"} or gemm.by_columns or gemm.traits.one_shot
-        rows = gemm.m if is_whole else gemm.m * gemm.ranks
-        shape_of_b = (gemm.n * (gemm.ranks if gemm.by_columns else 1), gemm.k)
-        if pattern in {"gemm+a2a", "a2a+gemm"}:  # all of B
-            shape_of_b = (gemm.n * gemm.ranks, gemm.k) if pattern == "gemm+a2a" else (gemm.n, gemm.k * gemm.ranks)
         chance = torch.Generator("cuda").manual_seed(seed)
 
         def numbers(*shape: int) -> torch.Tensor:
             return torch.randint(-1, 2, shape, device="cuda", generator=chance, dtype=torch.int8).bfloat16()
 
-        b = [numbers(*shape_of_b) for _ in range(gemm.ranks)]
-        self.a = [[numbers(rows, gemm.k) for _ in range(gemm.ranks)] for _ in range(DRAWS)]
+        b = [numbers(*gemm.matrices["b"].shape) for _ in range(gemm.ranks)]
+        self.a = [[numbers(*gemm.matrices["a"].shape) for _ in range(gemm.ranks)] for _ in range(DRAWS)]
         self.wanted = []
         for drawn in self.a:
             if pattern == "ag+gemm":

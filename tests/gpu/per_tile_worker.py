@@ -47,6 +47,8 @@ def cases(ranks: int) -> list[Case]:
         others = CONFIGS[1:4] if pattern == "gemm+a2a" else CONFIGS[1:]  # whose subtiles do not overlap
         found += [replace(one, config=config) for config in (None, *others)]
         found += [replace(one, **even, config=CONFIGS[1])]
+        if pattern in {"ag+gemm", "gemm+rs"}:  # tiles span shards
+            found += [replace(one, m=rows * ranks, config=config) for rows in (16, 48) for config in (None, CONFIGS[1])]
         found += [
             replace(one, alpha=2.0, beta=1.0),
             replace(one, partial_dtype="float32"),

@@ -34,11 +34,13 @@ def main(
     ranks: Annotated[int, typer.Option(min=2, help="Number of ranks.")] = 2,
     seconds: Annotated[float, typer.Option(help="Time for the replays.")] = 500.0,
     seed: Annotated[int, typer.Option(help="Of the order and of the inputs.")] = 0,
+    word: Annotated[str, typer.Option(help="Only executables with this word.")] = "",
     per_tile: Annotated[bool, typer.Option("--per-tile", help="Of executables with per-tile kernels.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
 ) -> None:
     """Make the replays."""
     every = per_tile_worker.cases(ranks) if per_tile else fitting(cases(ranks), ranks)
+    every = [case for case in every if word in str(case)]
     compile_kernels = per_tile_worker.compile_kernels if per_tile else worker.compile_kernels
     launch(compile_kernels, 1, every, backend="nccl", timeout=600, share=True)
     arguments = (every, replays, seed, seconds, NOISE_ELEMENTS)

@@ -57,7 +57,7 @@ from distgemm.runtime.cuda.memops import clear, copy_box, mem_ops, wait_for, wri
 from distgemm.runtime.cuda.watchdog import explain_hang
 from distgemm.runtime.cuda.workspace import Stage
 from distgemm.runtime.executable import ExecutionConfig
-from tests.gpu.cuda_worker import CONFIG, Case, compile_kernels
+from tests.gpu.cuda_worker import CONFIG, FROM_HEADS, TO_HEADS, Case, compile_kernels
 from tests.gpu.one_process import Ranks, ignored_flags, limited_sms
 from tests.gpu.test_cuda import ALL_REDUCE, CHAIN, GATHER, PAIRWISE, RING, mixed
 from tests.gpu.test_shared import divisible
@@ -90,6 +90,7 @@ def cases(ranks: int) -> list[Case]:
     mesh = (ranks,)
     cublas: dict[str, Any] = {"provider": "cublas", "config": None}
     share = f"{CONFIG}_share_2"
+    unequal = tuple(64 * (1 + rank % 3) for rank in range(ranks))
     fp8: dict[str, Any] = {"dtype": "float8_e4m3fn", "out_dtype": "bfloat16", "partial_dtype": "bfloat16"}
     found = [
         *mixed(ranks),
@@ -102,6 +103,11 @@ def cases(ranks: int) -> list[Case]:
         Case(ALL_REDUCE, mesh, chunks=2, mechanism="store"),
         Case(CHAIN, mesh, chunks=2, dtype="float16", mechanism="store"),
         Case(CHAIN, mesh, chunks=2, config=None, mechanism="store", **fp8),
+        Case(TO_HEADS[0], mesh),
+        Case(TO_HEADS[0], mesh, chunks=2, copies=ranks, beta=1.0),
+        Case(TO_HEADS[0], mesh, m=sum(unequal), rows=unequal, n=sum(unequal), n_per_rank=unequal),
+        Case(FROM_HEADS[0], mesh, chunks=2),
+        Case(FROM_HEADS[0], mesh, m=sum(unequal), rows=unequal, k=sum(unequal), k_per_rank=unequal, beta=1.0),
     ]
     return found if ranks & (ranks - 1) == 0 else [divisible(case, ranks) for case in found]
 

@@ -39,27 +39,16 @@ CASES = [(pattern, kind) for pattern, kinds in KINDS_OF.items() for kind in kind
 Calls = list[dict[str, Any]]
 
 
-def k_of_sum(gemm: RankGemm) -> int:
-    """Elements of k that a tile adds."""
-    return gemm.k * (gemm.ranks if gemm.traits.pattern == "a2a+gemm" else 1)
-
-
 def drawn(there: LocalRanks, seed: int) -> Calls:
     """The tensors of all ranks; D is NaN."""
     gemm, traits = there.gemm, there.gemm.traits
     torch.manual_seed(seed)
-    by_columns, one_shot = gemm.by_columns, traits.one_shot
-    one_shard = by_columns or one_shot
-    rows = gemm.m if traits.pattern in {"ag+gemm", "gemm+a2a"} or one_shard else gemm.m * gemm.ranks
-    b_shape = (gemm.n * gemm.ranks if traits.pattern == "gemm+a2a" or by_columns else gemm.n, k_of_sum(gemm))
-    rows_of_d = gemm.m if traits.pattern in {"gemm+rs", "a2a+gemm"} or one_shard else gemm.m * gemm.ranks
-    columns_of_d = gemm.n * (gemm.ranks if by_columns else 1)
     found = []
     for device in there.devices:
-        a, b = (torch.randn(x, device=device, dtype=torch.bfloat16) for x in ((rows, gemm.k), b_shape))
+        a, b = (torch.randn(gemm.matrices[name].shape, device=device, dtype=torch.bfloat16) for name in "ab")
         a = a if traits.a_major == "k" else a.mT.contiguous().mT
         b = b if traits.b_major == "k" else b.mT.contiguous().mT
-        d = torch.full((rows_of_d, columns_of_d), float("nan"), device=device, dtype=torch.bfloat16)
+        d = torch.full(gemm.matrices["d"].shape, float("nan"), device=device, dtype=torch.bfloat16)
         found.append({"a": a, "b": b, "d": d})
     return found
 
@@ -89,6 +78,8 @@ def check(there: LocalRanks, calls: Calls) -> None:
 
 def replay_in_turn(there: LocalRanks, prepared: list[Any]) -> None:
     """100 replays of launches in turn, by ranks in random order, of which some are late. No host waits in between."""
+    torch.cuda._sleep(1)  # CUDA loads its kernel here: later, it would wait for kernels that wait for each other
+    torch.cuda.synchronize()
     for number in range(100):
         for rank in torch.randperm(len(there.streams)).tolist():
             with torch.cuda.stream(there.streams[rank]):
@@ -196,7 +187,7 @@ def test_terms(pattern: str, kind: tuple) -> None:
 def test_all_of_a_is_handed_out(kind: tuple, pattern: str) -> None:
     """Each row of A that is multiplied once, to a tensor whose rows are apart; what lies between them stays."""
     gemm = RankGemm(traits(pattern, *kind), distances(3), 200, 392, 328)
-    there, k = LocalRanks(gemm), k_of_sum(gemm)
+    there, k = LocalRanks(gemm), gemm.matrices["gathered"].shape[1]
     for seed in range(3):
         calls = drawn(there, seed)
         if pattern == "ag+gemm":
@@ -224,6 +215,112 @@ def test_results_in_float32(kind: tuple, lead: int | None) -> None:
         for call in calls[seed:]:
             call["bias"], call["c"], call["beta"] = call["d"].new_ones(328), torch.randn_like(call["d"]), 0.75
         there.run(there.launches(calls, gb_per_s=300.0), [100_000 * (rank * 5 % 8) for rank in range(8)])
+        check(there, calls)
+
+
+SPANNING = [
+    ((128, 128), (1, 2), False),
+    ((128, 128), (2, 1), True),
+    ((64, 128), (1, 2), True),
+    ((64, 64), (1, 2), True),
+    ((128, 256), (2, 1), False),
+    ((256, 128), (2, 1), False),
+]
+"""Kinds of tiles that have the rows of several ranks."""
+
+
+def spanning(pattern: str, kind: tuple, ranks: int, rows: int, n: int = 328, k: int = 648, **more: Any) -> RankGemm:
+    return RankGemm(traits(pattern, *kind, **more), distances(ranks)[::-1], rows * ranks, n, k, spans=True)
+
+
+SPANNED_ROWS = [("ag+gemm", rows) for rows in (1, 33, 63, 128, 250)] + [("gemm+rs", rows) for rows in (16, 48, 64, 128)]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "rows", "kind"),
+    [(*case, kind) for case in SPANNED_ROWS for kind in SPANNING if case[1] < kind[0][0] * kind[1][0]],
+    ids=str,
+)
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_tiles_that_span_shards(pattern: str, rows: int, ranks: int, kind: tuple) -> None:
+    """With terms, and late ranks. Tiles end within a shard, and behind the last one."""
+    gemm = spanning(pattern, kind, ranks, rows)
+    there = LocalRanks(gemm)
+    for seed in range(3):
+        calls = drawn(there, seed)
+        for call in calls if seed else ():
+            call["bias"] = torch.randn(gemm.n, device="cuda", dtype=torch.bfloat16) * 10
+            call["c"], call["alpha"], call["beta"] = torch.randn_like(call["d"]) * 10, 0.5, 0.75
+        there.run(there.launches(calls, gb_per_s=300.0), [100_000 * (rank * 5 % ranks) for rank in range(ranks)])
+        check(there, calls)
+
+
+@pytest.mark.parametrize("kind", SPANNING[:3], ids=str)
+@pytest.mark.parametrize(("a_major", "b_major"), [("k", "n"), ("m", "k")])
+@pytest.mark.parametrize("pattern", ["ag+gemm", "gemm+rs"])
+def test_majors_of_spanned_shards(pattern: str, a_major: str, b_major: str, kind: tuple) -> None:
+    if pattern == "ag+gemm" and a_major == "m":
+        pytest.skip("a gather sends rows")
+    there = LocalRanks(spanning(pattern, kind, 4, 48, 392, 200, a_major=a_major, b_major=b_major))
+    calls = drawn(there, 0)
+    there.run(there.launches(calls))
+    check(there, calls)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"), [*((kind, rows) for kind in SPANNING[:5] for rows in (20, 63)), (SPANNING[4], 128)], ids=str
+)
+def test_all_of_spanned_shards_is_handed_out(kind: tuple, rows: int) -> None:
+    gemm = spanning("ag+gemm", kind, 3, rows)
+    there = LocalRanks(gemm)
+    for seed in range(3):
+        calls = drawn(there, seed)
+        wanted = torch.cat([call["a"] for call in calls])
+        wide = [torch.full((len(wanted), gemm.k + 8), 77.0, device="cuda", dtype=torch.bfloat16) for _ in calls]
+        given = [{**call, "gathered": x[:, : gemm.k]} for call, x in zip(calls, wide, strict=True)]
+        there.run(there.launches(given), [100_000 * (rank * 2 % 3) for rank in range(3)])
+        check(there, calls)
+        assert all(torch.equal(x[:, : gemm.k], wanted) and (x[:, gemm.k :] == 77).all() for x in wide)
+
+
+@pytest.mark.parametrize("kind", SPANNING[:3], ids=str)
+def test_spanned_sums_in_float32(kind: tuple) -> None:
+    there = LocalRanks(spanning("gemm+rs", kind, 4, 48, partial_dtype="float32"))
+    for seed in range(3):
+        calls = drawn(there, seed)
+        there.run(there.launches(calls))
+        check(there, calls)
+
+
+@pytest.mark.parametrize("epoch", [1, 2**40, EPOCHS - 50])
+def test_many_replays_of_spanned_shards_and_others(epoch: int) -> None:
+    """They alternate on one workspace, while ranks run ahead of each other."""
+    every = [
+        spanning("ag+gemm", SPANNING[0], 4, 40),
+        spanning("gemm+rs", SPANNING[0], 4, 32),
+        spanning("gemm+rs", SPANNING[2], 4, 48),
+        RankGemm(traits("gemm+rs", *KINDS[1]), distances(4), 64, 384, 128),
+        RankGemm(traits("ag+gemm", *KINDS[1]), distances(4), 200, 384, 128),
+    ]
+    there, several, prepared = LocalRanks(every[0], epoch=epoch, others=every[1:]), [], []
+    for seed, gemm in enumerate(every):
+        there.gemm = gemm
+        several.append(drawn(there, seed))
+        prepared.append(there.launches(several[-1], gemm))
+    torch.cuda.synchronize()
+    replay_in_turn(there, prepared)
+    for gemm, calls in zip(every, several, strict=True):
+        there.gemm = gemm
+        check(there, calls)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(("pattern", "rows"), [("ag+gemm", 40), ("gemm+rs", 48)])
+def test_spanned_shards_on_two_gpus(pattern: str, rows: int) -> None:
+    there = LocalRanks(spanning(pattern, SPANNING[0], 2, rows, 512), gpus=2)
+    for seed in range(10):
+        calls = drawn(there, seed)
+        there.run(there.launches(calls, gb_per_s=300.0), [100_000 * (seed % 3), 100_000 * (seed % 2)])
         check(there, calls)
 
 

@@ -59,8 +59,8 @@ def fitting(cases: list[Case], ranks: int) -> list[Case]:
 
 
 def divisible(case: Case, ranks: int) -> Case:
-    """The case with equal, aligned chunks, which fixed tile configurations take."""
-    if case.config is None:
+    """The case with equal, aligned chunks, which fixed tile configurations take. One that says its shares has them."""
+    if case.config is None or case.rows is not None:
         return case
     unit = 16 * ranks * case.chunks
     m, n, k = (-(-extent // unit) * unit for extent in (case.m, case.n, case.k))

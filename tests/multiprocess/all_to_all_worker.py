@@ -80,14 +80,19 @@ def cases(ranks: int) -> list[Case]:
                 Case(function, (heads,), unequal, bias=True, schedule=f"{name} chunk_mode={by}", chunks=chunks)
             )
         if ranks & (ranks - 1) == 0:
-            name = f"all_to_all_1d_pairwise_xor_{'d' if function == 'scatter' else 'a'}"
+            last = "d" if function == "scatter" else "a"
+            name = f"all_to_all_1d_pairwise_xor_{last}"
             found.append(Case(function, (None,), unequal, bias=True, schedule=name))
+            if ranks > 2:
+                both = f"across={name} inside=all_to_all_1d_rotating_{last}"
+                name = f"tensor_parallel_2d_nested mesh=2x{ranks // 2} {both}"
+                found.append(Case(function, (heads,), unequal, bias=True, schedule=name))
     return found
 
 
-def run_case(case: Case, seed: int) -> str | None:
+def run_case(case: Case, seed: int, group: Any = None) -> str | None:
     """The first difference of a case from the whole product, or None."""
-    group = dist.group.WORLD
+    group = dist.group.WORLD if group is None else group
     ranks, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(seed)
     tokens = case.rows or (3,) * ranks

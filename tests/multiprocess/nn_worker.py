@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import llama
 
 Tensor = torch.Tensor
-TOKENS = {1: (5,), 2: (0, 5), 3: (4, 0, 3), 4: (1, 0, 5, 2)}
+TOKENS = {1: (5,), 2: (0, 5), 3: (4, 0, 3), 4: (1, 0, 5, 2), 8: (1, 0, 5, 2, 0, 3, 1, 4)}
 
 
 def differs(x: Tensor | None, y: Tensor | None) -> bool:
@@ -33,9 +33,9 @@ def differs(x: Tensor | None, y: Tensor | None) -> bool:
     return x.shape != y.shape or bool(x.numel() and not float((x - y).detach().abs().max()) < BOUND)
 
 
-def layers() -> list[str]:
+def layers(mesh: DeviceMesh | None = None) -> list[str]:
     """A column-parallel layer, then a row-parallel one, against both Linears on one rank."""
-    ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
+    ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD if mesh is None else mesh
     wrong = []
     for tokens, bias, hidden, keep, dim in product(
         (None, TOKENS[ranks]), (False, True), (2 * ranks, 3 * ranks - 1), (False, True), (0, 1)
@@ -163,9 +163,10 @@ def whole(x: Any) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def training() -> list[str]:
-    """Losses and gradients of a few steps, on a mesh of one dimension."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+def training(mesh: DeviceMesh | None = None) -> list[str]:
+    """Losses and gradients of a few steps, on a mesh of one dimension, or of hosts."""
+    if mesh is None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     return _training(mesh, None)
 
 

@@ -42,7 +42,7 @@ class Case:
 
 
 def cases(ranks: int) -> list[Case]:
-    unequal = {1: (5,), 2: (0, 5), 3: (4, 0, 3), 4: (1, 0, 5, 2)}[ranks]
+    unequal = {1: (5,), 2: (0, 5), 3: (4, 0, 3), 4: (1, 0, 5, 2), 8: (1, 0, 5, 2, 0, 3, 1, 4)}[ranks]
     found = []
     for rows, bias, keep in product((None, unequal), (False, True), (False, True)):
         found += [
@@ -90,7 +90,9 @@ def split(x: Tensor, sizes: Sequence[int], rank: int, dim: int = 0) -> Tensor:
 def run_case(case: Case, seed: int, group: Any = None) -> str | None:
     """The first difference of a case from the whole product, or None."""
     group = dist.group.WORLD if group is None else group
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    if isinstance(group, dist.ProcessGroup):
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     torch.manual_seed(seed)
     tokens = case.rows or (3,) * ranks
     m = sum(tokens)
@@ -465,7 +467,7 @@ def checked_by_torch() -> None:
     name, ranks = group.group_name, dist.get_world_size()
     a, b, bias = (torch.randn(*shape, requires_grad=True) for shape in ((2 * ranks, 3), (2, 3), (2,)))
     # Rank 0 has a row, and a column, more.
-    rows, uneven = [2 * ranks + (other == 0) for other in range(ranks)], 2 * ranks + 1
+    rows, uneven = [2 * ranks + (other == 0) for other in range(ranks)], 3 * ranks - 1
     more = torch.randn(rows[dist.get_rank()], 3, requires_grad=True)
     share = library.split_extent(uneven, ranks)[dist.get_rank()]
     columns, wide, narrow = (

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,6 +155,25 @@ def test_a_model_of_styles_is_that_of_one_rank() -> None:
 @pytest.mark.skipif(not worker.EXAMPLES.exists(), reason="a source archive has no examples/")
 def test_a_model_with_fsdp_over_replicas_that_recomputes_is_that_of_one_rank() -> None:
     assert launch(worker.in_a_model, 4, 2, timeout=120) == [[]] * 4
+
+
+PAGE = worker.EXAMPLES.parent / "docs" / "sequence_parallelism.md"
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="a source archive has no docs/")
+@pytest.mark.parametrize("launches", [False, pytest.param(True, marks=pytest.mark.sample(0))])
+def test_the_programs_of_the_page_run(launches: bool, tmp_path: Path) -> None:
+    """Those of plans one after the other, and attention, whose ranks compare with one rank."""
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+    (attention,) = [block for block in blocks if "launch(" in block]
+    plans = "".join(block for block in blocks if block != attention)
+    (tmp_path / "program.py").write_text(attention if launches else plans)
+    environment = {**os.environ, "PYTHONPATH": str(PAGE.parents[1])}
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert not launches or done.stdout == "True\n"
 
 
 def test_ranks_draw_one_weight() -> None:

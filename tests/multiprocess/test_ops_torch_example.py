@@ -93,10 +93,12 @@ def run_long(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("arguments", ["--ranks 2 --layers 2", "--ranks 4", "--ranks 3 --tokens 258 --kv-heads 4"])
 def test_a_long_sequence_trains_as_in_one_process(arguments: str) -> None:
-    """The program itself compares losses and parameters, and fails if they differ."""
+    """The program itself compares losses, gradients and parameters, and fails if they differ."""
     done = run_long("--tokens", "256", *arguments.split())
     assert done.returncode == 0, done.stderr
-    assert re.search(r"largest difference of losses and parameters: \d\.\de-1[1-9]\n$", done.stdout), done.stdout
+    assert re.search(r"largest difference of losses, gradients and parameters: \d\.\de-1[1-9]\n$", done.stdout), (
+        done.stdout
+    )
     assert "\nmatmul_all_to_all: " in done.stdout and "\nall_to_all_matmul: " in done.stdout
 
 

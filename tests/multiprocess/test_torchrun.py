@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,22 +32,34 @@ def test_ranks_started_by_torchrun_compute_the_product(ranks: int) -> None:
     assert torchrun(ranks, "gloo").split() == ["right"]
 
 
-def test_two_commands_start_two_hosts() -> None:
-    """Both on this machine: torchrun takes a node to be what one command starts."""
+def on_two_hosts(program: Path) -> str:
+    """What a program prints that two commands start, both on this machine: a node is what one command starts."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=hosts"]
-    started = [
-        subprocess.Popen([*command, str(HOSTS_PROGRAM)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
+    started = [subprocess.Popen([*command, str(program)], **pipes) for _ in range(2)]
     ended = [process.communicate(timeout=120) for process in started]
     assert [process.returncode for process in started] == [0, 0], ended
+    return "".join(out for out, _ in ended)
+
+
+def test_two_commands_start_two_hosts() -> None:
     # Ranks of a node share a pipe, so a line may begin before another one's end.
-    lines = sorted(line for out, _ in ended for line in re.findall(r"\d:\d:right:\d", out))
-    assert lines == [f"{host}:{rank}:right:2" for host in range(2) for rank in range(2)]
+    lines = sorted(re.findall(r"\d:\d:right:\d", on_two_hosts(HOSTS_PROGRAM)))
+    assert lines == [f"{host}:{rank}:right:1" for host in range(2) for rank in range(2)]
+
+
+def test_the_program_of_layers_across_hosts_runs(tmp_path: Path) -> None:
+    """Each rank says what its last call was: a nested schedule, over gloo where there is no GPU."""
+    text = (ROOT / "docs" / "hosts.md").read_text(encoding="utf-8")
+    (program,) = (each for each in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S) if "distgemm.nn" in each)
+    (tmp_path / "layers_hosts.py").write_text(program)
+    found = on_two_hosts(tmp_path / "layers_hosts.py")
+    assert found.count("all_gather_matmul: tensor_parallel_2d_nested, across=all_gather_1d_tiling_cd_rotating_a") == 4
 
 
 @pytest.mark.gpu(2)

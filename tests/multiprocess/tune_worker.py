@@ -34,6 +34,7 @@ from distgemm.runtime import unfused
 from distgemm.runtime.checks import TORCH_DTYPES
 from distgemm.runtime.collective.executable import CollectiveExecutable
 from distgemm.runtime.executable import ExecutionConfig
+from distgemm.runtime.groups import ranks_per_host
 from distgemm.runtime.unfused import UnfusedExecutable
 from distgemm.schedulers import PATTERNS, Pattern
 from distgemm.torch_ops import dispatch
@@ -319,7 +320,9 @@ class FakeExecutable:
     """Stands for the executable of a plan: takes its shards and returns zeros."""
 
     def __init__(self, problem: GemmProblem, config: TunedConfig, kept: list[Any]) -> None:
-        self.rank, self.plan = dist.get_rank(), config.plan(problem, dist.get_world_size())
+        group = dist.group.WORLD
+        assert group is not None
+        self.rank, self.plan = dist.get_rank(), config.plan(problem, group.size(), ranks_per_host(group))
         self._kept = kept
         kept.append(self)
 
@@ -565,8 +568,9 @@ def overlapping(folder: str) -> dict[str, Any]:
     measured, compiled, order = threading.Event(), threading.Event(), []
     lacked = "pairwise_a chunks=1, GEMMs by cutlass"
 
-    def sources(problem: Any, pattern: Any, world_size: int, configs: Any, rank: int) -> list[KernelSource]:
-        assert (problem.m, world_size, rank) == (PROBLEM.m, size, dist.get_rank())
+    def sources(problem: Any, pattern: Any, world_size: int, configs: Any, **terms: Any) -> list[KernelSource]:
+        assert (problem.m, world_size) == (PROBLEM.m, size)
+        assert terms == {"rank": dist.get_rank(), "ranks_per_host": None}
         (config,) = configs
         if "chunks=2" in str(config):
             raise ValueError("this plan has no such kernel")

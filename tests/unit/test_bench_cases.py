@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from distgemm.bench.cases import CANDIDATES, FEWER_CANDIDATES, LAYERS, cases, jo
 from distgemm.measure.models import MODELS
 from distgemm.plan.patterns import does_pattern
 from distgemm.plan.problem import GemmProblem
-from distgemm.schedulers import PATTERNS, Pattern
+from distgemm.schedulers import PATTERNS, Pattern, list_patterns
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -26,6 +27,21 @@ def test_each_rank_has_the_share_of_one_of_tp_ranks(model: str, ranks: int, tp: 
         assert (case.m, n, k) == case.local == layers[case.layer].local(case.m, tp)
         assert case.pattern in layers[case.layer].patterns
         assert case.problem == GemmProblem(case.m, case.n, case.k)
+
+
+@pytest.mark.parametrize(("ranks", "tp"), [(2, 2), (2, 8), (8, 8)])
+def test_each_rank_of_an_all_to_all_has_its_rows_and_whole_weights(ranks: int, tp: int) -> None:
+    """It multiplies as much as with the layer's other pattern."""
+    found = cases(["llama-3-70b"], LAYERS, list_patterns(), [2048], ranks, tp)
+    by_pattern = {(case.layer, case.pattern): case for case in found}
+    assert {layer: pattern for layer, pattern in by_pattern if pattern not in PATTERNS} == {
+        "qkv": "gemm+a2a",
+        "out": "a2a+gemm",
+    }
+    for layer, pattern, other in (("qkv", "gemm+a2a", "ag+gemm"), ("out", "a2a+gemm", "gemm+rs")):
+        case, sharded = by_pattern[layer, pattern], by_pattern[layer, other]
+        assert case.problem == sharded.problem and case.local == (case.m // ranks, case.n, case.k)
+        assert prod(case.local) == prod(sharded.local)
 
 
 def test_the_order_of_cases_and_their_candidates() -> None:
@@ -42,12 +58,12 @@ def test_the_order_of_cases_and_their_candidates() -> None:
 
 
 @pytest.mark.parametrize("tried", [CANDIDATES, FEWER_CANDIDATES])
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", list_patterns())
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_default_schedules_do_the_pattern(tried: Mapping[Pattern, Sequence[str]], pattern: Pattern, ranks: int) -> None:
     for text in tried[pattern]:
         plan = parse_candidate(text).plan(GemmProblem(64, 48, 32), ranks)
-        assert [other for other in PATTERNS if does_pattern(plan, other)] == [pattern]
+        assert [other for other in list_patterns() if does_pattern(plan, other)] == [pattern]
         assert plan.sync == "barrier"  # as distgemm.compile plans
 
 

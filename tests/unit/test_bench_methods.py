@@ -14,6 +14,7 @@ import torch
 from distgemm import GemmProblem, make_plan
 from distgemm.bench import methods as module
 from distgemm.measure.timing import Sample
+from distgemm.schedulers import list_patterns
 from distgemm.tune import TunedConfig
 
 SIZE, M, N, K = 4, 1024, 48, 32
@@ -26,14 +27,14 @@ def _seeded() -> None:
 
 
 def operation(pattern: str, rows: int = M // SIZE) -> Any:
-    a = torch.randn(rows, K) if pattern == "ag+gemm" else torch.randn(M, K // SIZE)
+    a = torch.randn(rows, K) if pattern in {"ag+gemm", "gemm+a2a"} else torch.randn(M, K // SIZE)
     problem = SimpleNamespace(m=rows * SIZE if pattern == "ag+gemm" else M, n=N, k=K)
     return SimpleNamespace(
         pattern=pattern, problem=problem, a=a, b=torch.randn(N // SIZE, K), group="g", device=a.device
     )
 
 
-@pytest.mark.parametrize("pattern", ["ag+gemm", "gemm+rs", "gemm+ar"])
+@pytest.mark.parametrize("pattern", list_patterns())
 def test_copies_go_round_and_fill_the_slots_of_all_peers(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     memory: list[torch.Tensor] = []  # of each rank
     order: dict[int, list[int]] = {}
@@ -53,7 +54,7 @@ def test_copies_go_round_and_fill_the_slots_of_all_peers(pattern: str, monkeypat
             size = shape[0] * shape[1] * shape[2]
             return memory[peer].view(-1)[offset : offset + size].view(shape)
 
-    columns = K if pattern == "ag+gemm" else N
+    columns = {"ag+gemm": K, "gemm+a2a": N // SIZE, "a2a+gemm": K // SIZE}.get(pattern, N)
     memory += [torch.full((SIZE, M // SIZE, columns), float("nan")) for _ in range(SIZE)]
     moved = 0
 

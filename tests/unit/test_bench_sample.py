@@ -16,7 +16,7 @@ from distgemm.measure import timing
 from distgemm.measure.operation import Method, Operation, WrongResultError, eager
 from distgemm.measure.timing import Sample, measure, sample
 from distgemm.plan.problem import GemmProblem
-from distgemm.schedulers import PATTERNS
+from distgemm.schedulers import PATTERNS, list_patterns
 from tests import forked
 
 T = TypeVar("T")
@@ -115,7 +115,7 @@ def worker() -> dict[str, Any]:
     os.environ["DISTGEMM_TUNE"] = "0"  # "auto" measures nothing unasked
     settings = Settings(1, 1.0, auto=True, peers=True, tune=False, timelines=False, command="")
     rows = []
-    for pattern in PATTERNS:
+    for pattern in list_patterns():
         case = Case("llama-3-8b", "out", pattern, 64, 48, 32, 2, 4)
         (job,) = jobs([case])
         rows.append(run_case(job, settings, group, torch.device("cpu"), FakeClock(1.0)))
@@ -231,7 +231,7 @@ def test_measure_raises_for_what_sample_reports() -> None:
     assert (failed, why) == (RuntimeError, "fails: rank 1: MemoryError: no memory")
 
 
-@pytest.mark.parametrize("at", range(3))
+@pytest.mark.parametrize("at", range(len(list_patterns())))
 def test_a_row_has_every_method_or_its_error(at: int) -> None:
     """On CPUs only torch's plain program runs: what needs a GPU is in the row with its reason."""
     row = results()[0]["rows"][at]
@@ -239,19 +239,23 @@ def test_a_row_has_every_method_or_its_error(at: int) -> None:
     ours = CANDIDATES[row["pattern"]]
     # "auto" takes the unfused program where that is predicted to be faster, and that runs on CPUs too.
     auto = found["distgemm auto"]
-    assert auto["error"].startswith("all ranks: ") or auto["detail"] == "unfused; predicted"
+    tensor_parallel = row["pattern"] in PATTERNS
+    assert auto["error"].startswith("all ranks: ") or (tensor_parallel and auto["detail"] == "unfused; predicted")
     for name in [*ours, "CUTLASS alone", "copies alone"]:
         assert found[name]["ms"] is None
         assert found[name]["error"].startswith("all ranks: ")
-    peers = ["torch two-shot + cuBLAS", "torch one-shot + cuBLAS"] if row["pattern"] == "gemm+ar" else ["torch fused"]
-    assert all(found[name]["error"] for name in peers)
-    assert ("torch fused, eager" in found) == (row["pattern"] != "gemm+ar")
+    peers = {"gemm+ar": ["torch two-shot + cuBLAS", "torch one-shot + cuBLAS"]}.get(row["pattern"], ["torch fused"])
+    assert all(found[name]["error"] for name in peers) if tensor_parallel else not any(name in found for name in peers)
+    assert ("torch fused, eager" in found) == (row["pattern"] in {"ag+gemm", "gemm+rs"})
     assert not any(each["wrong"] for each in found.values())
-    for name in ("NCCL + cuBLAS", "cuBLAS alone", "NCCL alone"):
+    each_rank = ["NCCL + cuBLAS, a product for each rank"] * (row["pattern"] == "gemm+a2a")
+    for name in ("NCCL + cuBLAS", "cuBLAS alone", "NCCL alone", *each_rank):
         assert (found[name]["error"], len(found[name]["rounds"])) == ("", 1)
     assert {each["kind"] for name, each in found.items() if name.endswith(" alone")} == {"part"}
     assert {found[name]["kind"] for name in ours} == {"distgemm"}
-    assert row["local"] == ([64, 24, 32] if row["pattern"] == "ag+gemm" else [64, 48, 16])
+    whole = [32, 48, 32]
+    local = {"ag+gemm": [64, 24, 32], "gemm+a2a": whole, "a2a+gemm": whole}
+    assert row["local"] == local.get(row["pattern"], [64, 48, 16])
 
 
 def test_a_row_that_cannot_be_set_up_says_so() -> None:

@@ -125,7 +125,8 @@ def compare_links(
     wanted: Counter[tuple[int, int]] = Counter()
     for move in moves:
         route = by.get(move["route"], move["route"])
-        wanted += links(plan.mesh, sides.index(move["axis"]), route, value(move["share"], **symbols))
+        along = (plan.mesh, sides.index(move["axis"])) if move["axis"] in sides else ((plan.world_size,), 0)
+        wanted += links(*along, route, value(move["share"], **symbols))
     assert plan.link_bytes() == dict(sorted(wanted.items())), where
 
 
@@ -204,8 +205,10 @@ LEVELS = {
     "pairwise": ("reduce_scatter_1d_pairwise_a",),
     "gather of A": ("all_gather_1d_ring_a", "all_gather_1d_tiling_cd_rotating_a"),
     "gather of B": ("all_gather_1d_tiling_cd_rotating_b",),
+    "to owners": ("all_to_all_1d_rotating_d", "all_to_all_1d_pairwise_xor_d"),
+    "from holders": ("all_to_all_1d_rotating_a", "all_to_all_1d_pairwise_xor_a"),
 }
-"""Schedules for what the table of nested reductions calls a level."""
+"""Schedules for what the tables of nested schedules call a level."""
 
 ONE_BOX = {"gather of A": "tiling_b", "gather of B": "_a"}
 """Inside a gather, only these leave the rows or columns of D that a rank holds in one piece."""
@@ -246,6 +249,27 @@ def test_nested_reductions_equal_the_formulas(row: str, across: str, inside: str
         where = f"{across} across {inside} on {mesh}, {chunks} chunks, {problem}"
         compare_links(plan, moves, "HL", symbols | sizes(problem, scheduler.grid), route, where)
         compare_workspace(plan, workspace, waiting[""], symbols | sizes(problem, scheduler.grid, 16), where)
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize(("shape", "partial"), [("aligned", None), ("padded", "float32")])
+@pytest.mark.parametrize("row", formulas()["nested_all_to_alls"])
+def test_nested_all_to_alls_equal_the_formulas(row: str, shape: str, partial: str | None):
+    """What leaves each rank for each other one; and every plan is proved."""
+    pairs = itertools.product(*(LEVELS[level] for level in row.split(", ")))
+    for across, inside in ((a, i) for a, i in pairs if "tiling_b" not in a):  # D would be no box
+        for mesh, chunks in itertools.product([(2, 2), (2, 4), (4, 2), (3, 2), (2, 1), (1, 2)], (1, 2)):
+            if any("xor" in name and side == 3 for name, side in ((across, mesh[0]), (inside, mesh[1]))):
+                continue
+            both = {"across": across, "inside": inside, "chunks": chunks}
+            scheduler = distgemm.get_schedule("tensor_parallel_2d_nested", mesh=mesh, **both)  # type: ignore[arg-type]
+            problem = problem_for(scheduler.grid, shape, partial_dtype=partial)
+            plan = distgemm.make_plan(problem, scheduler)
+            symbols = {"H": mesh[0], "L": mesh[1]} | sizes(problem, scheduler.grid)
+            route = {"gather": formulas()["schedules"][across]["moves"][0]["route"]}
+            moves = formulas()["nested_all_to_alls"][row]
+            compare_links(plan, moves, "HL", symbols, route, f"{both} on {mesh}, {problem}")
+            plan.verify()
 
 
 @pytest.mark.sample(1)

@@ -76,7 +76,7 @@ def test_all_tma_configurations_by_default(nvcc: Nvcc) -> None:
             f"--config {ONE} --terms none --dtype bfloat16 --dtype float16 --out-dtype float32",
             [f"{ONE} ({dtype}, row, row -> float32) 90a" for dtype in ("bfloat16", "float16")],
         ),
-        ("--dtype float32 --terms none", ["128x128x8_1x1_plain (float32, row, row -> float32) 90a"]),
+        ("--dtype float32 --terms none", ["128x128x16_1x1_plain (float32, row, row -> float32) 90a"]),
         ("--arch 80 --terms none", ["128x128x32_1x1_plain (bfloat16, row, row -> bfloat16) 80"]),
     ],
 )

@@ -126,7 +126,7 @@ def test_a_benchmark_with_wrong_rows_is_refused(
     ("words", "message"),
     [
         (["--m", "many"], "--m: a whole number of at least 1, got 'many'"),
-        (["--pattern", "ag"], "--pattern: one of ag+gemm, gemm+rs, gemm+ar, got 'ag'"),
+        (["--pattern", "ag"], "--pattern: one of ag+gemm, gemm+rs, gemm+ar, gemm+a2a, a2a+gemm, got 'ag'"),
         (["--model", "gpt"], "--model: one of"),
         (["--tp", "7"], "7 ranks cannot share n = 10240 of qkv evenly"),
         (["--json", "no/where/times.json"], "there is no folder no/where"),

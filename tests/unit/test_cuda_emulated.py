@@ -129,6 +129,38 @@ def test_one_shot_all_reduces_of_few_tokens_are_right(ranks: int, recorded: list
         drawn.check()
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("pattern", ["gemm+a2a", "a2a+gemm"])
+def test_all_to_alls_of_unequal_heads_and_tokens_are_right(pattern: str, ranks: int, recorded: list[Task]) -> None:
+    """Also of ranks without a token or a head, with copies, and with a ring of tokens or of sums across hosts."""
+    order = random.Random(f"{pattern} {ranks}")
+    to_owners = pattern == "gemm+a2a"
+    mode, last = ("n", "_d") if to_owners else ("k", "_a")
+    rows = tuple(3 * rank % 5 for rank in range(ranks))
+    heads = tuple(2 * (3 - rank % 4) for rank in range(ranks))
+    shape: dict[str, Any] = {"m": sum(rows), "n": 9, "k": 7, mode: sum(heads), "dtype": "float32"}
+    problem = distgemm.GemmProblem(**shape, m_per_rank=rows, **{f"{mode}_per_rank": heads})
+    ways: list[dict[str, Any]] = [
+        {"chunks": 2, "sync": "barrier"},
+        {"chunks": 3, "chunk_mode": mode, "mechanism": "pull"},
+        {"mechanism": "store", "workspace": "bounded", "sync": "barrier"},
+    ]
+    names = [f"all_to_all_1d_rotating{last}", f"all_to_all_1d_pairwise_xor{last}"]
+    every = [distgemm.make_plan(problem, name, ranks, **way) for name in names for way in ways]
+    if to_owners:
+        for copies in (2, ranks):
+            few = tuple(4 * (1 + rank // copies % 2) for rank in range(ranks))
+            extents = {"m": sum(rows), "n": sum(few) // copies, "k": 7, "dtype": "float32"}
+            shared = distgemm.GemmProblem(**extents, m_per_rank=rows, n_per_rank=few)
+            every += [distgemm.make_plan(shared, names[0], ranks, copies=copies, **ways[0])]
+    if ranks > 2:
+        across = "all_gather_1d_ring_a" if to_owners else "reduce_scatter_1d_tiling_a_rotating_c"
+        both: dict[str, Any] = {"across": across, "inside": names[0], "chunks": 2}
+        whole = distgemm.GemmProblem(22, 21, 19, dtype="float32")
+        every += [distgemm.make_plan(whole, "tensor_parallel_2d_nested", mesh=(2, ranks // 2), **both)]
+    replay_each(every, order, recorded, bool(order.randrange(2)), ("memory_op", "kernel"))
+
+
 @pytest.mark.parametrize("schedule", GATHERS)
 def test_merged_copies_are_right_in_every_order(schedule: str, recorded: list[Task]) -> None:
     """Rows have 256 bytes, so that slots lie behind one another without a gap."""

@@ -498,8 +498,13 @@ def test_all_runtimes_satisfy_the_protocol() -> None:
 
 
 def test_compile_refuses_arguments_before_it_asks_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    class TwoRanks:
+        def size(self) -> int:
+            return 2
+
+    ranks = TwoRanks()
     for module in (api, compilation):
-        monkeypatch.setattr(module, "resolve_group", lambda group: "two ranks")
+        monkeypatch.setattr(module, "resolve_group", lambda group: ranks)
     monkeypatch.setattr(compilation.dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(compilation, "CudaExecutable", lambda *_, **__: "made")
     monkeypatch.setattr(compilation, "PerTileExecutable", lambda *_, **__: "made per tile")

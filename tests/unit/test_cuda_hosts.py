@@ -42,6 +42,8 @@ PAIRS = (
     ("all_reduce_1d_one_shot_a", "all_reduce_1d_one_shot_a"),
     ("all_to_all_1d_rotating_d", "all_to_all_1d_rotating_d"),
     ("all_to_all_1d_rotating_a", "all_to_all_1d_rotating_a"),
+    (RING, "all_to_all_1d_rotating_d"),
+    (CHAIN, "all_to_all_1d_rotating_a"),
 )
 """Schedules across hosts and inside."""
 
@@ -275,12 +277,12 @@ def test_messages_are_grouped_and_errors_end_the_group(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(nccl, "library", Library)
     communicator = nccl.Communicator.__new__(nccl.Communicator)
-    communicator._lock, communicator._handle = threading.Lock(), ctypes.c_void_p(77)
+    communicator._lock, communicator._handle, communicator._aborted = threading.Lock(), ctypes.c_void_p(77), False
     memory = torch.zeros(2, 3, dtype=torch.bfloat16)
     sends = [nccl.Message(2, memory), nccl.Message(3, memory[1])]
     communicator.exchange(sends, [nccl.Message(2, memory[0])], 55)
     names = [name for name, *_ in called]
-    assert names == ["ncclGroupStart", "ncclSend", "ncclSend", "ncclRecv", "ncclGroupEnd"]
+    assert names == ["ncclGroupStart", "ncclSend", "ncclSend", "ncclRecv", "ncclGroupEnd", "ncclCommGetAsyncError"]
     assert [(size, kind, peer, stream) for _, _, size, kind, peer, _, stream in called[1:4]] == [
         (12, nccl.UINT8, 2, 55),
         (6, nccl.UINT8, 3, 55),
@@ -296,3 +298,56 @@ def test_messages_are_grouped_and_errors_end_the_group(monkeypatch: pytest.Monke
     assert [name for name, *_ in called].count("ncclCommAbort") == 1
     with pytest.raises(RuntimeError, match="the communicator for messages across hosts was aborted"):
         communicator.exchange([], [], 55)
+
+
+def test_an_exchange_that_does_not_end_is_aborted_by_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives the communicator back first: nothing calls NCCL with a communicator that is gone."""
+    called: list[str] = []
+    waits = threading.Event()
+
+    class Library:
+        def __getattr__(self, name: str) -> Any:
+            def function(*arguments: Any) -> int:
+                called.append(name)
+                if name == "ncclCommGetAsyncError":
+                    arguments[1]._obj.value = nccl.IN_PROGRESS
+                    waits.set()
+                return nccl.IN_PROGRESS if name == "ncclGroupEnd" else nccl.SUCCESS
+
+            return function
+
+    monkeypatch.setattr(nccl, "library", Library)
+    communicator = nccl.Communicator.__new__(nccl.Communicator)
+    communicator._lock, communicator._handle, communicator._aborted = threading.Lock(), ctypes.c_void_p(77), False
+    errors: list[str] = []
+
+    def exchange() -> None:
+        try:
+            communicator.exchange([nccl.Message(1, torch.zeros(1))], [], 55)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=exchange)
+    thread.start()
+    assert waits.wait(10) and thread.is_alive()
+    communicator.abort()
+    thread.join(10)
+    assert errors == ["the communicator for messages across hosts was aborted"]
+    assert called.count("ncclCommAbort") == 1 and called[-1] == "ncclCommAbort"
+
+
+def test_the_configuration_of_nccl_is_its_first_one() -> None:
+    """size_t size; unsigned magic, version; int blocking: at these places in every version of ncclConfig_t."""
+    config = nccl._Config(ctypes.sizeof(nccl._Config), nccl.CONFIG_MAGIC, nccl.CONFIG_VERSION, 0)
+    raw = bytes(config)
+    assert raw[:8] == len(raw).to_bytes(8, "little") and len(raw) == 24
+    assert raw[8:20] == b"".join(each.to_bytes(4, "little") for each in (0xCAFEBEEF, 2 * 10000 + 14 * 100, 0))
+
+
+def test_exchanges_are_counted_in_order(recorded: list[Task]) -> None:
+    """The flag that the watchdog reads says how many exchanges have ended, also with ids in any order."""
+    plan = test_hosts.mixed((2, 4))[0].plan()
+    for rank in range(plan.world_size):
+        one = Emulated(plan, rank, machine_of([plan]).workspaces[rank])
+        every = exchanges_of(one.actions)
+        assert [one.binder.exchange_numbers[op.id] for op in every] == [*range(1, len(every) + 1)]

@@ -22,6 +22,7 @@ from distgemm.gemm.per_tile.epochs import EPOCHS, TICKET_BITS
 from distgemm.gemm.per_tile.kernel import GATHERING, KernelTraits
 from distgemm.gemm.per_tile.params import CONTROL_BYTES, Control, Params
 from distgemm.gemm.per_tile.select import gemm_of
+from distgemm.gemm.per_tile.verify import prove
 from distgemm.runtime.cuda import per_tile, watchdog
 from distgemm.runtime.cuda import workspace as workspaces
 from distgemm.runtime.cuda.epoch_workspace import EpochValues, EpochWorkspace
@@ -87,9 +88,10 @@ def test_every_schedule_is_executed_or_refused_by_name(schedule: str) -> None:
         a, d = plan.shard_shape("A", 1), plan.shard_shape("D", 1)
         by_columns, one_shot = schedule == BY_COLUMNS, schedule == "all_reduce_1d_one_shot_a"
         n = d[1] // 4 if by_columns else d[1]
-        assert (gemm.m, gemm.n, gemm.k) == (512 if by_columns or one_shot else 128, n, a[1])
+        assert (gemm.rank_rows, gemm.n, gemm.k) == (512 if by_columns or one_shot else 128, n, a[1])
         assert gemm.by_columns == by_columns
-        assert gemm.traits.one_shot == one_shot and gemm.order.ranks == (1 if one_shot else 4)
+        one = one_shot or gemm.spans or gemm.traits.pattern == "a2a+gemm"
+        assert gemm.traits.one_shot == one_shot and gemm.order.shards == (1 if one else 4)
         assert gemm.traits.sends == gemm.traits.gathers == (gemm.traits.pattern in {"ag+gemm", "a2a+gemm"})
     else:
         message = REFUSED[schedule] if axes == 1 else r"one axis, got the mesh \(2, "
@@ -123,8 +125,15 @@ def test_all_to_alls_that_are_refused() -> None:
 
     equal = GemmProblem(512, 256, 1024)
     for refused, message in (
-        (plan(dataclasses.replace(equal, n_per_rank=(64, 32, 96, 64))), "equal shards"),
-        (plan(equal, copies=2), "without copies"),
+        (
+            plan(dataclasses.replace(equal, n_per_rank=(64, 32, 96, 64))),
+            r"equal shards, got D \(512, 64\) on rank 0 and \(512, 32\) on rank 1; execution='multi_kernel'",
+        ),
+        (
+            plan(dataclasses.replace(equal, m_per_rank=(128, 128, 192, 64))),
+            r"equal shards, got A \(128, 1024\) on rank 0 and \(192, 1024\) on rank 2; execution='multi_kernel'",
+        ),
+        (plan(equal, copies=2), "got the same columns of D on rank 0 and rank 1; execution='multi_kernel' executes it"),
         (plan(equal, chunks=2), "one shard of columns in each iteration.* with chunks=1 works"),
         (plan(dataclasses.replace(equal, n=48)), "rows of D are multiples of 16 bytes, got 12 columns"),
         (plan(dataclasses.replace(equal, k_per_rank=(256, 128, 384, 256)), FROM_HOLDERS), "equal shards"),
@@ -162,10 +171,13 @@ def test_other_plans_that_are_refused() -> None:
         (GATHER, (2048, 4 * 2304, 16384), "256x160x64_1x2_cooperative", 1),
         (GATHER, (2048, 4 * 1280, 8192), "128x160x64_2x1_cooperative", 1),
         (GATHER, (2048, 4 * 3584, 4096), "128x224x64_2x1_cooperative", 1),
-        (GATHER, (8192, 4 * 3584, 4096), "128x256x64_2x1_cooperative", 1),
-        (SCATTER, (2048, 8192, 4 * 1024), "128x128x64_2x1_pingpong", 4),
-        (SCATTER, (2048, 16384, 4 * 2048), "128x256x64_2x1_cooperative", 1),
-        (ALL_REDUCE, (2048, 8192, 4 * 1024), "128x128x64_2x1_pingpong", 3),
+        (GATHER, (8192, 4 * 3584, 4096), "256x192x64_1x2_cooperative", 1),
+        (GATHER, (128, 4 * 13312, 16384), "128x128x64_1x2_cooperative", 1),
+        (SCATTER, (2048, 8192, 4 * 1024), "64x128x64_2x1_pingpong", 4),
+        (SCATTER, (2048, 16384, 4 * 2048), "128x128x64_2x1_pingpong", 4),
+        (SCATTER, (8192, 16384, 4 * 6656), "128x256x64_2x1_cooperative", 1),
+        (SCATTER, (128, 16384, 4 * 6656), "64x128x64_1x2_pingpong", 4),
+        (ALL_REDUCE, (2048, 8192, 4 * 1024), "64x128x64_2x1_pingpong", 3),
     ],
 )
 def test_the_shape_decides_about_the_kernel(
@@ -178,6 +190,28 @@ def test_the_shape_decides_about_the_kernel(
     for config in ("128x128x32_2x1_pingpong", "128x128x64_2x1_pingpong_swizzle_2", "16x32x16_1x1_plain"):
         with pytest.raises(ValueError, match="a per-tile kernel has 64 elements of k in a stage"):
             gemm_of(plan, config)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "m", "config", "spans"),
+    [
+        (GATHER, 128, "128x128x64_1x2_cooperative", True),
+        (GATHER, 128, "64x128x64_1x2_pingpong", True),
+        (GATHER, 256, "64x128x64_1x2_pingpong", False),
+        (GATHER, 4 * 128, "128x256x64_2x1_cooperative", True),  # half of a cluster would be padding
+        (SCATTER, 4 * 128, "128x256x64_2x1_cooperative", True),
+        (SCATTER, 4 * 256, "128x256x64_2x1_cooperative", False),
+        (GATHER, 4 * 100, "128x256x64_2x1_cooperative", True),
+        (SCATTER, 4 * 96, "128x256x64_2x1_cooperative", True),
+        (SCATTER, 4 * 100, "128x256x64_2x1_cooperative", False),  # a warp's 16 rows would have two owners
+        (ALL_REDUCE, 128, "128x256x64_2x1_cooperative", False),
+    ],
+)
+def test_tiles_span_shards_that_are_shorter(schedule: str, m: int, config: str, spans: bool) -> None:
+    gemm = gemm_of(distgemm.make_plan(GemmProblem(m, 512, 1024), schedule, 4, sync="barrier"), config)
+    assert (gemm.spans, gemm.m, gemm.rank_rows) == (spans, m if spans else m // 4, m // 4)
+    assert gemm.order.shards == (1 if spans else 4)
+    assert prove(gemm).slots == 4 * gemm.flags
 
 
 # --- the flags of a GEMM --------------------------------------------------------------------------------
@@ -209,7 +243,24 @@ def test_flags_are_named_as_the_kernel_numbers_them(pattern: str, cluster: tuple
         for kind in kinds:
             for distance, row, column in itertools.product((1, 2), range(rows), range(columns)):
                 wanted.append((distance, kind.format((row, column))))
-    assert [gemm.slot_of(number) for number in range(gemm.flags)] == wanted
+    assert [gemm.slot_of(number, 0) for number in range(gemm.flags)] == wanted
+
+
+def test_flags_of_tiles_that_span_shards() -> None:
+    """Of a gather, those of all ranks in their order, the reader's own, too; of a reduction, those of other ranks."""
+    traits = KernelTraits("ag+gemm", (128, 128), (1, 2), sends=True)
+    gemm = RankGemm(traits, (1, 2), 3 * 40, 328, 640, spans=True)
+    wanted = [
+        (sender, f"slice {piece} of k, for rows {rows} of its shard of A")
+        for sender, rows, piece in itertools.product(range(3), ("0 to 31", "32 to 39"), range(3))
+    ]
+    assert [gemm.slot_of(number, 1) for number in range(gemm.flags)] == wanted
+    assert gemm.slot_bytes == 120 * 640 * 2
+    gemm = RankGemm(dataclasses.replace(traits, pattern="gemm+rs", sends=False), (1, 2), 3 * 32, 328, 640, spans=True)
+    what = "the partial sum of this rank's rows of tile (0, {}) of D"
+    parts = [column // 2 for column in range(8)]  # each tile has two
+    wanted = [(sender, what.format(column)) for sender in (2, 0) for column in parts]
+    assert [gemm.slot_of(number, 1) for number in range(gemm.flags)] == wanted
 
 
 def one_shot_gemm(ranks: int = 3, m: int = 40) -> RankGemm:
@@ -217,13 +268,38 @@ def one_shot_gemm(ranks: int = 3, m: int = 40) -> RankGemm:
     return RankGemm(traits, tuple(range(1, ranks)), m, 328, 640)
 
 
-def test_flags_of_a_one_shot_kernel() -> None:
-    """Each rank has slots for all ranks' sums of all tiles, its own ones first; and no results come."""
+def test_packets_of_a_one_shot_kernel() -> None:
+    """Sums carry their epochs, so there are no flags and slots, and no results come."""
     gemm = one_shot_gemm()
-    wanted = [(distance, f"the partial sum of tile (0, {column}) of D") for distance in range(3) for column in range(4)]
-    assert [gemm.slot_of(number) for number in range(gemm.flags)] == wanted
-    assert gemm.slot_bytes == 12 * 64 * 128 * 2 and not gemm.traits.takes
+    assert (gemm.flags, gemm.slot_bytes, gemm.traits.takes) == (0, 0, False)
+    assert gemm.packet_bytes == 2 * 3 * 4 * 40 * 128 * 2  # ranks, tiles, rows and columns
     assert [(tile.distance, tile.column) for tile in gemm.order] == [(0, 0), (0, 1)]
+
+
+@pytest.mark.parametrize("m", [1, 8, 40, 64, 200])
+@pytest.mark.parametrize(("tile", "pingpong"), [((64, 64), True), ((64, 96), True), ((128, 128), False)])
+@pytest.mark.parametrize("partial_dtype", ["bfloat16", "float32"])
+def test_packets_lie_apart(partial_dtype: str, tile: tuple[int, int], pingpong: bool, m: int) -> None:
+    """exchange_sums_ in per_tile.cu: where the packets of all elements of D lie, 16 bytes at a time."""
+    traits = KernelTraits("gemm+ar", tile, (1, 2), pingpong, partial_dtype=partial_dtype, one_shot=True)
+    gemm = RankGemm(traits, (1, 2), m, 328, 64)
+    size = 4 if partial_dtype == "float32" else 2
+    pairs, groups = tile[1] * size // 32, -(-min(tile[0], m) // 8)
+    parts, down = traits.parts, tile[0] // traits.parts // 64
+    tiles = gemm.parts // parts
+    places = set()
+    for source, number, half, part, warp in itertools.product(
+        range(3), range(tiles), range(2 * down), range(parts), range(4)
+    ):
+        first = (half // 2 * parts + part) * 64 + warp * 16 + half % 2 * 8
+        row = number // (tiles // gemm.order.blocks) * tile[0] + first
+        for lane, pair in itertools.product(range(32), range(pairs)):
+            if row + lane // 4 < m:
+                of_rank = ((number * groups + first // 8) * pairs + pair) * 512 + lane * 16
+                places.add(source * tiles * groups * pairs * 512 + of_rank)
+    columns = tiles // gemm.order.blocks * tile[1]
+    assert len(places) * 16 == 2 * 3 * m * columns * size  # no two are the same
+    assert max(places) + 16 <= gemm.packet_bytes
 
 
 @pytest.mark.parametrize("m", [1, 5, 64, 100])
@@ -234,7 +310,7 @@ def test_one_shot_plans_of_any_rows(m: int, ranks: int) -> None:
     assert (gemm.m, gemm.n, gemm.k, gemm.ranks) == (m, 1024, 512, ranks)
     assert gemm.traits.tile == (64, 64) and gemm_of(plan, "128x128x64_2x1_pingpong").traits.one_shot
     wide = distgemm.make_plan(GemmProblem(m, 16384, 512 * ranks), "all_reduce_1d_one_shot_a", ranks, sync="barrier")
-    assert gemm_of(wide).traits.tile == (64, 128)
+    assert gemm_of(wide).traits.tile in {(64, 64), (64, 128)}
 
 
 # --- parameters -----------------------------------------------------------------------------------------
@@ -259,21 +335,13 @@ def _driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tensors_of(gemm: RankGemm, terms: bool = False) -> dict[str, Any]:
-    pattern, all_rows, all_k = gemm.traits.pattern, gemm.ranks * gemm.m, gemm.ranks * gemm.k
-    if gemm.traits.one_shot:
-        all_rows = gemm.m
-    to_owners, from_holders = pattern == "gemm+a2a", pattern == "a2a+gemm"
-    shapes = {
-        "a": (gemm.m if pattern in {"ag+gemm", "gemm+a2a"} else all_rows, gemm.k),
-        "b": (gemm.n * (gemm.ranks if to_owners else 1), all_k if from_holders else gemm.k),
-        "d": (gemm.m if pattern in {"gemm+rs", "a2a+gemm"} else all_rows, gemm.n),
+    found: dict[str, Any] = {
+        name: torch.zeros(each.shape, dtype=torch.bfloat16)
+        for name, each in gemm.matrices.items()
+        if terms or name != "gathered"
     }
-    found: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
     if terms:
         found |= {"bias": torch.zeros(gemm.n, dtype=torch.bfloat16), "c": torch.zeros_like(found["d"]), "beta": 0.5}
-        if gemm.traits.gathers:
-            shape = (gemm.m, all_k) if from_holders else (all_rows, gemm.k)
-            found["gathered"] = torch.zeros(shape, dtype=torch.bfloat16)
     return found
 
 
@@ -300,7 +368,7 @@ def test_parameters_move_to_other_tensors(pattern: str, terms: bool) -> None:
 def test_a_one_shot_kernel_has_one_matrix_and_all_ranks(m: int) -> None:
     gemm = one_shot_gemm(m=m)
     params = params_of(gemm, space_of(gemm, 1), **tensors_of(gemm))
-    assert (params.order.ranks, params.order.lead, params.workspaces.ranks, params.workspaces.rank) == (1, 0, 3, 1)
+    assert (params.order.shards, params.order.lead, params.workspaces.ranks, params.workspaces.rank) == (1, 0, 3, 1)
     for descriptor, columns in ((params.a, 640), (params.d, 328)):
         assert tuple(Recorded.from_buffer_copy(descriptor).extents) == (columns, m, 1)
 
@@ -339,7 +407,7 @@ def test_descriptors_and_slots_lie_within_the_memory(pattern: str) -> None:
 def test_boxes_fill_a_stage(tile: tuple[int, int], cluster: tuple[int, int], a_major: Any, b_major: Any) -> None:
     """The boxes that all blocks of a cluster load have the bytes that the barrier of a stage expects (load_)."""
     traits = KernelTraits("gemm+rs", tile, cluster, a_major=a_major, b_major=b_major)
-    gemm = RankGemm(traits, (1, 2), 200, 328, 640)
+    gemm = RankGemm(traits, (1, 2), 400, 328, 640)
     given = tensors_of(gemm)
     if a_major == "m":
         given |= {name: given[name].T.contiguous().T for name in "ab"}
@@ -350,6 +418,22 @@ def test_boxes_fill_a_stage(tile: tuple[int, int], cluster: tuple[int, int], a_m
         assert box[0] == 64 and copies * box[0] * box[1] * blocks == columns * 64 and box[1] % 8 == 0
         total += copies * box[0] * box[1] * blocks * 2
     assert traits.stages * total <= 227 << 10
+    if a_major == "k":
+        assert (params.box_m, params.loaded_m) == (tile[0] // cluster[1],) * 2
+
+
+@pytest.mark.usefixtures("_driver")
+@pytest.mark.parametrize("m", [1, 4, 8, 9, 16, 40, 127])
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_a_stage_has_the_rows_that_exist(blocks: int, m: int) -> None:
+    """All rows of A are loaded, once, by boxes that begin where the swizzle does, and that have few other rows."""
+    gemm = RankGemm(KernelTraits("gemm+rs", (128, 128), (1, blocks)), (1, 2), m, 328, 640)
+    params = params_of(gemm, space_of(gemm, 0), **tensors_of(gemm))
+    assert Recorded.from_buffer_copy(params.a).box[1] == params.box_m
+    begins = [block * params.loaded_m for block in range(blocks) if block * params.loaded_m < m]  # of those that load
+    loaded = [begin + row for begin in begins for row in range(params.box_m)]
+    assert len(set(loaded)) == len(loaded) and set(range(m)) <= set(loaded) and max(loaded) < min(m + 15, 128)
+    assert all(begin % 8 == 0 for begin in begins)
 
 
 @pytest.mark.usefixtures("_driver")
@@ -521,7 +605,7 @@ def test_a_call_is_one_launch(pattern: str, monkeypatch: pytest.MonkeyPatch) -> 
         traits, params, stream = launched.pop()
         assert traits == exe.gemm.traits and stream == 7 and not launched
         assert params == bytes(
-            params_of(exe.gemm, exe.workspace.space, a, b, d, gb_per_s=per_tile.RATES[pattern], executable=1)
+            params_of(exe.gemm, exe.workspace.space, a, b, d, gb_per_s=exe.gemm.traits.gb_per_s, executable=1)
         )
         assert there.noted == ["begin", "end", "issued"]
         there.noted.clear()
@@ -639,7 +723,7 @@ def test_what_tma_cannot_read_is_copied_if_that_is_allowed(
 @pytest.mark.usefixtures("pretended", "_driver")
 def test_columns_of_b_have_another_kernel_and_the_same_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where columns of B are contiguous, a stage of a tile with 160 columns has 192."""
-    problem = GemmProblem(6144, 960, 1024)
+    problem = GemmProblem(6144, 1920, 1024)
     found = []
     for turned_b in (False, True):
         there = Pretended("ag+gemm", monkeypatch, problem, turned_b=turned_b)
@@ -725,15 +809,13 @@ def test_the_message_says_what_a_replay_waits_for(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("pretended", "_driver")
 def test_a_one_shot_replay_waits_for_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own sums are missing, too, for tiles that it has not begun."""
+    """There are no flags: a rank that has not begun the replay has not sent its sums."""
     monkeypatch.setitem(SCHEDULES, "gemm+ar", "all_reduce_1d_one_shot_a")
     exe = Pretended("gemm+ar", monkeypatch).exe
-    parts = exe.gemm.parts
-    text, ranks = exe.awaited(values_of(exe, 8, [3, 4, 2 * parts + 3, 2 * parts + 4], [8, 8, 8]))
-    assert ranks == [0] and text.startswith("it waits for rank 0 at the partial sum of tile (")
-    assert text.endswith("of D (and 1 more)")
-    text, ranks = exe.awaited(values_of(exe, 8, [3], [8, 8, 8]))
-    assert ranks == [] and text.startswith("it waits for rank 1 at")
+    text, ranks = exe.awaited(values_of(exe, 8, [], [7, 8, 8]))
+    assert ranks == [0] and text == "it waits for partial sums; ranks [0] have not begun this replay"
+    text, ranks = exe.awaited(values_of(exe, 8, [], [8, 8, 8]))
+    assert ranks == [0, 2] and text == "it waits for partial sums, or its kernel has not ended"
 
 
 def watched_of(workspace: EpochWorkspace) -> Any:

@@ -19,6 +19,7 @@ KERNELS = {
     "128x256x64_1x2_cooperative": PRODUCT,
     "128x128x64_2x1_pingpong": WITH_PARTIAL,
     "128x128x64_1x2_pingpong": WITH_PARTIAL,
+    "256x208x64_2x1_cooperative": PRODUCT,
     "128x128x32_1x1_plain": PRODUCT,
 }
 
@@ -27,6 +28,7 @@ INSTRUCTIONS = {
     "128x256x64_1x2_cooperative": "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16",
     "128x128x64_2x1_pingpong": "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16",
     "128x128x64_1x2_pingpong": "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16",
+    "256x208x64_2x1_cooperative": "wgmma.mma_async.sync.aligned.m64n208k16.f32.bf16.bf16",
     "128x128x32_1x1_plain": "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",
 }
 """The instruction that multiplies in each kernel."""

@@ -224,7 +224,6 @@ ONE_GEMM: list[tuple[Any, ...]] = [
     ("128x128x128_2x1_cooperative_share_2", "float8_e4m3fn", "bfloat16", "rr", True),
     ("128x96x32_1x2_pingpong", "tfloat32", "float32", "cr", False),
     ("128x80x64_2x1_pingpong_direct", "bfloat16", "bfloat16", "rr", False),
-    ("128x128x32_1x1_plain", "bfloat16", "bfloat16", "rc", True),
     ("128x192x128_2x1_cooperative", "float8_e4m3fn", "bfloat16", "rr", False, (1, 128)),
     ("64x128x128_1x2_pingpong_direct", "float8_e5m2", "float32", "rr", True, (128, 1)),
 ]
@@ -248,6 +247,35 @@ def test_the_parameter_of_one_gemm_is_cutlass_s(case: tuple[Any, ...], tmp_path:
         compiled = compiled or compile_both(source, tmp_path)
         given = arguments_of(tensors, spec, source, config, PROVIDER)
         compare(compiled, given, gemm_parameter(compiled.layout, config, given))
+
+
+@pytest.mark.usefixtures("driver")
+def test_the_parameter_of_a_plain_kernel_is_what_was_given(tmp_path: Path) -> None:
+    nvcc = find_nvcc()
+    if nvcc is None:
+        pytest.skip("nvcc was not found: pip install 'distgemm[nvcc]'")
+    config = GemmConfig.parse("128x128x32_1x1_plain")
+    a, b, d, c = (torch.zeros(3, *shape, dtype=torch.bfloat16) for shape in ((300, 8), (6, 40), (300, 40), (300, 40)))
+    tensors = GemmTensors(a[:, :, :6], b.mT, d, c=c, alpha=0.25, beta=2.0)
+    spec = spec_of(tensors)
+    source = kernel_source(spec, config, "90a")
+    cubin = tmp_path / "kernel.cubin"
+    subprocess.run(command(source, nvcc, cubin), check=True)
+    layout = ParameterLayout(source.name, read_facts(cubin.read_bytes()))
+    given = arguments_of(tensors, spec, source, config, PROVIDER)
+    made, grid = gemm_parameter(layout, config, given)
+    assert grid == (3, 1, 3)
+    for name in ("m", "n", "k"):
+        assert ctypes.c_int32.from_address(made.address + layout.field(name)[0]).value == getattr(given, name)
+    for cell in cutlass.address_cells(given):
+        cell.value += 4096 if cell.value else 0
+    made.update()
+    for name, tensor, stride in (("a", a, 8), ("b", b, 40), ("source", c, 40), ("d", d, 40)):
+        found = Matrix.from_address(made.address + layout.field(name, ctypes.sizeof(Matrix))[0])
+        assert (found.data, found.stride) == (tensor.data_ptr() + 4096, stride)
+        assert found.batch_stride == tensor[0].numel()
+    terms = parameters.Terms.from_address(made.address + layout.field("terms", ctypes.sizeof(parameters.Terms))[0])
+    assert (terms.alpha, terms.source_scale) == (0.25, 2.0)
 
 
 @pytest.mark.usefixtures("driver")

@@ -20,7 +20,18 @@ from filelock import FileLock
 from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec, select
 from distgemm.gemm import cache as tuned_cache
 from distgemm.gemm.cutlass import CutlassProvider
-from distgemm.gemm.select import CACHE, FP8_RATES, OVERHEADS, RATES, estimate, gpu_name, key_of, order, select_config
+from distgemm.gemm.select import (
+    CACHE,
+    FP8_RATES,
+    OVERHEADS,
+    RATES,
+    estimate,
+    gpu_name,
+    key_of,
+    order,
+    select_config,
+    tile_order,
+)
 from distgemm.gemm.tiles import FP8_TILES, TILES
 from distgemm.measure.models import MODELS
 
@@ -94,7 +105,18 @@ def test_clusters_occupy_their_sms_together() -> None:
 def test_large_tiles_for_large_shapes() -> None:
     large, small = (HOPPER.configs(spec(*shape))[0].tile for shape in ((8192, 7168, 8192), (64, 256, 4096)))
     assert large[:2] == (256, 160)
-    assert small[:2] == (64, 128)
+    assert small[:2] == (128, 64)
+
+
+def test_tiles_that_run_at_once_read_few_rows() -> None:
+    config = GemmConfig.parse("128x128x64_2x1_pingpong")
+    # In CUTLASS's order, 132 of 128 x 64 tiles fill two rows. In stripes of 16 they read 8 columns and 16 rows.
+    assert str(tile_order(spec(128 * 128, 64 * 128, 4096), config)) == f"{config}_raster_n_swizzle_8"
+    # Stripes would need more tiles, or all tiles run at once.
+    for m, n in ((128 * 128, 7 * 128), (127 * 128, 67 * 128), (512, 512)):
+        assert tile_order(spec(m, n, 4096), config) == config
+    plain = GemmConfig.parse("128x128x32_1x1_plain")
+    assert tile_order(spec(128 * 128, 64 * 128, 4096), plain) == plain
 
 
 @pytest.mark.parametrize("model", MODELS)

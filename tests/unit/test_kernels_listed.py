@@ -20,7 +20,7 @@ import distgemm
 from distgemm.gemm import select as gemm_select
 from distgemm.gemm.cutlass import CutlassProvider, kernel_source
 from distgemm.gemm.nvcc import KernelSource
-from distgemm.gemm.per_tile.select import CONFIGS, ONE_SHOT, traits_of
+from distgemm.gemm.per_tile.select import CONFIGS, ONE_SHOT, SPANNING, traits_of
 from distgemm.gemm.target import compiling_for
 from distgemm.measure.models import MODELS, Layer
 from distgemm.plan.problem import GemmProblem
@@ -87,10 +87,10 @@ def test_per_tile_kernels_are_listed(listed: set[KernelSource]) -> None:
         traits_of(config, pattern, turned_b=turned_b).source()
         for pattern, both in patterns
         for turned_b in {False, both}
-        for config in CONFIGS[pattern]
+        for config in (*CONFIGS[pattern], *(SPANNING if both else ()))
     }
     wanted |= {traits_of(config, "gemm+ar", one_shot=True).source() for config in ONE_SHOT}
-    assert len(wanted) == 32 and wanted == {source for source in listed if source.file == "per_tile.cu"}
+    assert len(wanted) == 40 and wanted == {source for source in listed if source.file == "per_tile.cu"}
 
 
 @pytest.mark.parametrize("group", [2, 4], indirect=True)
@@ -196,10 +196,33 @@ def test_not_beside_a_process_group() -> None:
 
 
 @pytest.mark.parametrize("group", [4], indirect=True)
-@pytest.mark.parametrize(("layer", "tokens"), [(Layer("", "ag+gemm", 66, 64), 8), (Layer("", "gemm+rs", 64, 64), 6)])
-def test_layers_that_ranks_cannot_share(group: Any, layer: Layer, tokens: int) -> None:
+def test_what_the_projections_around_an_all_to_all_need(group: Any) -> None:
+    """Whole weights, forward; and the other pattern by the same weight in a backward pass."""
+    qkv, out, *others = MODELS["llama-3-8b"].layers
+    for layer, pattern, back in ((qkv, "gemm+a2a", "a2a+gemm"), (out, "a2a+gemm", "gemm+a2a")):
+        assert layer.all_to_alls == (pattern,)
+        forward, *backward = kernels.layer_needs(layer, pattern, 2048, "bfloat16", group)
+        assert (forward.pattern, forward.problem) == (pattern, GemmProblem(2048, layer.n, layer.k))
+        assert not forward.turned_b
+        (gradient,) = [need for need in backward if need.pattern == back]
+        assert gradient.problem == GemmProblem(2048, layer.k, layer.n) and gradient.turned_b
+    assert [layer.all_to_alls for layer in others] == [(), ()]
+
+
+@pytest.mark.parametrize("group", [4], indirect=True)
+@pytest.mark.parametrize(
+    ("layer", "pattern", "tokens"),
+    [
+        (Layer("", "ag+gemm", 66, 64), "ag+gemm", 8),
+        (Layer("", "gemm+rs", 64, 64), "gemm+rs", 6),
+        (Layer("", "ag+gemm", 66, 64), "gemm+a2a", 8),
+        (Layer("", "gemm+rs", 64, 66), "a2a+gemm", 8),
+        (Layer("", "gemm+rs", 64, 64), "a2a+gemm", 6),
+    ],
+)
+def test_layers_that_ranks_cannot_share(group: Any, layer: Layer, pattern: Pattern, tokens: int) -> None:
     with pytest.raises(ValueError, match="4 ranks cannot share"):
-        kernels.layer_needs(layer, layer.pattern, tokens, "bfloat16", group)
+        kernels.layer_needs(layer, pattern, tokens, "bfloat16", group)
 
 
 # --- needs ----------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def test_a_lead_can_be_set() -> None:
 def test_the_struct_of_an_order() -> None:
     order = TileOrder((2, 1), 3, 5, 2, 4, False)
     struct = Order.of(order)
-    assert (struct.ranks, struct.blocks, struct.columns, struct.group, struct.lead) == (3, 3, 5, 2, 4)
+    assert (struct.shards, struct.blocks, struct.columns, struct.group, struct.lead) == (3, 3, 5, 2, 4)
     assert [*struct.distances[:2]] == [2, 1]
 
 
@@ -134,7 +134,7 @@ def test_kernels_compile(traits: KernelTraits) -> None:
     control = [cubin.number(name) for name in ("control.dead", "control.begun", "control")]
     assert control == [Control.dead.offset, Control.begun.offset, CONTROL_BYTES]
     fields = {name: fact for name, fact in cubin.facts.items() if fact.size}
-    assert len(fields) == 17
+    assert len(fields) == 20
     for name, fact in fields.items():
         kind: Any = Params
         offset = 0

@@ -15,7 +15,7 @@ import torch
 
 from distgemm.gemm.per_tile import params as structs
 from distgemm.gemm.per_tile.bind import RankGemm, Space, params_of
-from distgemm.gemm.per_tile.kernel import GATHERING, PATTERN_NUMBERS, PIECE_BYTES, PIECE_ROWS, KernelTraits
+from distgemm.gemm.per_tile.kernel import GATHERING, PATTERN_NUMBERS, PIECE_BYTES, PIECE_ROWS, WARP_ROWS, KernelTraits
 from distgemm.schedulers import Pattern
 from tests.unit.test_cuda_per_tile import Driver
 from tests.unit.test_gemm_parameters import Recorded
@@ -37,7 +37,7 @@ class Tile:
     def __init__(self, gemm: RankGemm, distance: int, block: int, column: int, number: int) -> None:
         (height, width), (down, across) = gemm.traits.tile, gemm.traits.cluster
         self.distance, self.row, self.column = distance, block * down + number % down, column * across + number // down
-        self.rows = slice(self.row * height, min(self.row * height + height, gemm.m))
+        self.rows = slice(min(self.row * height, gemm.m), min(self.row * height + height, gemm.m))
         self.columns = slice(self.column * width, min(self.column * width + width, gemm.n))
         self.number = self.row * gemm.order.columns * across + self.column
 
@@ -66,6 +66,7 @@ class Ranks:
             for rank, given in enumerate(tensors)
         ]
         self.slots: dict[tuple[int, int], Tensor] = {}  # by rank and number
+        self.strips: dict[tuple[int, int, int], Tensor] = {}  # by rank, number and first row in the tile
 
     def tiles(self, own: bool) -> Iterator[Tile]:
         size = self.gemm.traits.cluster[0] * self.gemm.traits.cluster[1]
@@ -76,18 +77,20 @@ class Ranks:
     def send(self, rank: int) -> None:
         """Warp 1 of a kernel that gathers: pieces go to slots of the receivers."""
         gemm, params = self.gemm, self.params[rank]
-        shard = self.tensors[rank]["a"]
-        assert (params.shard, params.shard_stride) == (shard.data_ptr(), shard.stride(0))
+        own = self.tensors[rank]["a"]
+        assert (params.shard, params.shard_stride) == (own.data_ptr(), own.stride(0))
         for number in range(gemm.pieces.pieces):
             piece = gemm.pieces.at(number)
             peer = (rank + self.ranks - piece.distance) % self.ranks
-            first = peer * gemm.m if self.pattern == "a2a+gemm" else 0
+            m = params.rank_rows
+            first = peer * m if self.pattern == "a2a+gemm" else 0
             slots = self.memory[peer][params.workspaces.slots // 2 :]  # of the first buffer
-            slots = slots[(piece.distance - 1) * gemm.m * gemm.k :][: gemm.m * gemm.k].view(gemm.m, gemm.k)
-            rows = slice(piece.row * PIECE_ROWS, min(piece.row * PIECE_ROWS + PIECE_ROWS, gemm.m))
+            shard = rank if gemm.spans else piece.distance - 1
+            slots = slots[shard * m * gemm.k :][: m * gemm.k].view(m, gemm.k)
+            rows = slice(piece.row * PIECE_ROWS, min(piece.row * PIECE_ROWS + PIECE_ROWS, m))
             columns = slice(piece.slice * PIECE_BYTES // 2, (piece.slice + 1) * PIECE_BYTES // 2)
             assert slots[rows, columns].isnan().all()
-            slots[rows, columns] = shard[first : first + gemm.m][rows, columns]
+            slots[rows, columns] = own[first : first + m][rows, columns]
 
     def product(self, rank: int, tile: Tile) -> Tensor:
         """A tile's sum over its slices."""
@@ -101,12 +104,12 @@ class Ranks:
         for number in range(count):
             distance, piece = gemm.pieces.slice_of_sum(number) if from_holders else (tile.distance, number)
             k, owner = slice(piece * PIECE_BYTES // 2, (piece + 1) * PIECE_BYTES // 2), (rank + distance) % self.ranks
-            if gemm.traits.gathers and distance:
+            if gemm.traits.gathers and (distance or gemm.spans):
                 assert received is not None
-                of_a = received[distance - 1]
+                of_a = received[0 if gemm.spans else distance - 1]
             else:
                 by_rows = self.pattern in {"gemm+rs", "gemm+ar", "a2a+gemm"} and not (
-                    gemm.by_columns or gemm.traits.one_shot
+                    gemm.by_columns or gemm.traits.one_shot or gemm.spans
                 )
                 of_a = a[owner if by_rows else 0]
             of_b = b[owner if self.pattern in {"gemm+a2a", "a2a+gemm"} or gemm.by_columns else 0]
@@ -116,33 +119,52 @@ class Ranks:
         return total
 
     def slot(self, distance: int, tile: Tile, results: bool = False) -> int:
-        nearest = 0 if self.gemm.traits.one_shot else 1
-        return (
-            distance - nearest + results * (self.ranks - 1)
-        ) * self.gemm.parts // self.gemm.traits.parts + tile.number
+        number = distance - 1 + results * (self.ranks - 1)
+        return number * self.gemm.parts // self.gemm.traits.parts + tile.number
 
     def store(self, rank: int, slot: int, what: Tensor) -> None:
         assert (rank, slot) not in self.slots and slot < self.gemm.flags // self.gemm.traits.parts
         self.slots[rank, slot] = what
 
     def write(self, rank: int, tile: Tile, what: Tensor) -> None:
-        own_rows = self.pattern in {"gemm+rs", "a2a+gemm"} or self.gemm.traits.one_shot
+        own_rows = self.pattern in {"gemm+rs", "a2a+gemm"} or self.gemm.traits.one_shot or self.gemm.spans
         matrix = described(self.params[rank].d)[0 if own_rows else (rank + tile.distance) % self.ranks]
         assert matrix[tile.rows, tile.columns].isnan().all()
         matrix[tile.rows, tile.columns] = what.bfloat16()
 
     def run_one_shot(self) -> None:
-        """Every rank has all sums of a tile, and adds them in the order of ranks."""
+        """Every rank gets all sums of a tile, and adds them in the order of ranks."""
+        sums: dict[tuple[int, int], Tensor] = {}
+        for rank in range(self.ranks):
+            for tile in self.tiles(own=True):
+                sums[rank, tile.number] = self.product(rank, tile)
+        for rank in range(self.ranks):
+            for tile in self.tiles(own=True):
+                self.write(rank, tile, sum(sums[sender, tile.number] for sender in range(self.ranks)))
+
+    def run_spanning_sums(self) -> None:
+        """Every rank has its rows of the sums of a tile, by 16 rows. TMA stores rows that D has."""
+        peers = range(1, self.ranks)
         for rank in range(self.ranks):
             for tile in self.tiles(own=True):
                 found = self.product(rank, tile)
-                for distance in range(self.ranks):
-                    self.store((rank - distance) % self.ranks, self.slot(distance, tile), found)
+                for first in range(0, len(found), WARP_ROWS):
+                    owner = (tile.rows.start + first) // self.params[rank].rank_rows
+                    if owner != rank:
+                        slot = self.slot((rank - owner) % self.ranks, tile)
+                        self.strips[owner, slot, first] = found[first : first + WARP_ROWS]
         for rank in range(self.ranks):
+            d, m = described(self.params[rank].d)[0], self.params[rank].rank_rows
+            assert len(d) == m
             for tile in self.tiles(own=True):
-                distances = [(sender - rank) % self.ranks for sender in range(self.ranks)]
-                self.write(rank, tile, sum(self.slots.pop((rank, self.slot(x, tile))) for x in distances))
-        assert not self.slots
+                found = self.product(rank, tile)
+                for first in range(0, len(found), WARP_ROWS):
+                    row = tile.rows.start + first - rank * m
+                    if 0 <= row < m:
+                        strips = [self.strips.pop((rank, self.slot(distance, tile), first)) for distance in peers]
+                        total = found[first : first + WARP_ROWS] + sum(strips)
+                        d[row : row + WARP_ROWS, tile.columns] = total.bfloat16()
+        assert not self.strips
 
     def run(self) -> None:
         everyone, gathers = range(self.ranks), self.gemm.traits.gathers
@@ -176,7 +198,7 @@ class Ranks:
 
 
 def drawn(
-    pattern: Pattern, ranks: int, by_columns: bool = False, one_shot: bool = False
+    pattern: Pattern, ranks: int, by_columns: bool = False, one_shot: bool = False, m: int = M
 ) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
     """The tensors of each rank, and its D."""
     chance = torch.Generator().manual_seed(0)
@@ -188,7 +210,7 @@ def drawn(
         return (x.float() @ y.float().T).bfloat16()
 
     if pattern == "ag+gemm":
-        a, b = numbers(M * ranks, K), numbers(N * ranks, K)
+        a, b = numbers(m * ranks, K), numbers(N * ranks, K)
         parts, wanted = (a.chunk(ranks), b.chunk(ranks)), product(a, b).chunk(ranks, 1)
     elif pattern == "gemm+a2a":
         a, b = numbers(M * ranks, K), numbers(N * ranks, K)
@@ -197,7 +219,7 @@ def drawn(
         a, b = numbers(M * ranks, K * ranks), numbers(N, K * ranks)
         parts, wanted = (a.chunk(ranks, 1), [b] * ranks), product(a, b).chunk(ranks)
     else:
-        a = numbers(M * (1 if by_columns or one_shot else ranks), K * ranks)
+        a = numbers(m * (1 if by_columns or one_shot else ranks), K * ranks)
         b = numbers(N * (ranks if by_columns else 1), K * ranks)
         every = product(a, b)
         parts = a.chunk(ranks, 1), b.chunk(ranks, 1)
@@ -249,5 +271,46 @@ def test_one_shot_all_reduces(b_major: Any, distances: tuple[int, ...], monkeypa
         for given in tensors:
             given["b"] = given["b"].T.contiguous().T
     Ranks(gemm, tensors).run_one_shot()
+    for given, d in zip(tensors, wanted, strict=True):
+        assert torch.equal(given["d"], d)
+
+
+@pytest.mark.parametrize("tile", [(64, 128), (128, 128)], ids=str)
+@pytest.mark.parametrize(("a_major", "b_major"), [("k", "k"), ("k", "n"), ("m", "k")])
+@pytest.mark.parametrize("distances", [(1,), (2, 3, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("pattern", "m"), [("ag+gemm", m) for m in (1, 20, 40, 63)] + [("gemm+rs", m) for m in (16, 48)]
+)
+def test_tiles_that_span_shards(
+    pattern: Pattern,
+    m: int,
+    tile: tuple[int, int],
+    a_major: Any,
+    b_major: Any,
+    distances: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sends = pattern in GATHERING
+    if sends and a_major == "m":
+        pytest.skip("a gather sends rows")
+    monkeypatch.setattr(structs, "libcuda", Driver)
+    traits = KernelTraits(pattern, tile, (1, 2), True, a_major=a_major, b_major=b_major, sends=sends)
+    gemm = RankGemm(traits, distances, m * (len(distances) + 1), N, K, spans=True)
+    tensors, wanted = drawn(pattern, gemm.ranks, m=m)
+    for given in tensors:
+        if a_major == "m":
+            given["a"] = given["a"].T.contiguous().T
+        if b_major == "n":
+            given["b"] = given["b"].T.contiguous().T
+    ranks = Ranks(gemm, tensors)
+    assert described(ranks.params[1].d).shape == (1, *wanted[0].shape)
+    if sends:
+        for rank in range(gemm.ranks):
+            ranks.send(rank)
+        for rank in range(gemm.ranks):
+            for one in ranks.tiles(own=True):
+                ranks.write(rank, one, ranks.product(rank, one))
+    else:
+        ranks.run_spanning_sums()
     for given, d in zip(tensors, wanted, strict=True):
         assert torch.equal(given["d"], d)

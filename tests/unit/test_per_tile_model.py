@@ -57,13 +57,27 @@ def test_a_one_shot_all_reduce_sends_all_tiles_to_all_peers(ranks: int) -> None:
     for kernel in ONE_SHOT:
         one = RankGemm(traits_of(kernel, "gemm+ar", one_shot=True), tuple(range(1, ranks)), 64, 8192, 1024)
         found = predict_per_tile(one, slow)
-        assert found.link == pytest.approx(slow.start + 64 * 8192 * 2 * (ranks - 1) / 5e3)
+        assert found.link == pytest.approx(slow.start + 2 * 64 * 8192 * 2 * (ranks - 1) / 5e3)
         assert found.link < found.time < 1.1 * found.link + 60
         two = RankGemm(traits_of("64x128x64_1x2_pingpong", "gemm+ar"), one.distances, 64 // ranks, 8192, 1024)
         assert predict_per_tile(one, quick).time < predict_per_tile(two, quick).time
-        for m, rows in ((1, 16), (17, 32), (100, 112)):  # a warp's rows at a time
+        for m in (1, 17, 100):
             found = predict_per_tile(replace(one, m=m), slow)
-            assert found.link == pytest.approx(slow.start + rows * 8192 * 2 * (ranks - 1) / 5e3)
+            assert found.link == pytest.approx(slow.start + 2 * m * 8192 * 2 * (ranks - 1) / 5e3)
+
+
+@pytest.mark.parametrize(("pattern", "sent"), [("ag+gemm", 16384), ("gemm+rs", 13312)])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_tiles_that_span_shards_read_b_once(pattern: Pattern, sent: int, ranks: int) -> None:
+    """A rank sends its rows of A, or each peer's rows of D, and no padding. Few rows then cost less than half."""
+    traits = traits_of("128x128x64_1x2_cooperative", pattern)
+    ends = RankGemm(traits, tuple(range(1, ranks)), 128 // ranks, 13312, 16384)
+    one = replace(ends, m=128, spans=True)
+    found = predict_per_tile(one, Costs(MACHINE, send_gb_per_s=5.0, store_gb_per_s=5.0))
+    assert found.link == pytest.approx(2.5 + 128 * sent * 2 * (ranks - 1) / ranks / 5e3)
+    assert found.bound == "link" and found.link < found.time < 1.1 * found.link + 150
+    few, whole = (predict_per_tile(gemm, Costs(MACHINE)).time for gemm in (one, ends))
+    assert few < (1 / ranks + 0.12) * whole
 
 
 def test_pieces_of_a_batch_arrive_together() -> None:

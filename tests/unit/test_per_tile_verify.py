@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distgemm.gemm.per_tile.bind import RankGemm
+from distgemm.gemm.per_tile.bind import RankGemm, may_span
 from distgemm.gemm.per_tile.kernel import KernelTraits
 from distgemm.gemm.per_tile.order import Piece, PieceOrder, Slice, TileCluster, TileOrder
 from distgemm.gemm.per_tile.verify import prove
@@ -69,8 +69,9 @@ def gemms(draw: st.DrawFn) -> RankGemm:
     distances = tuple(draw(st.permutations(range(1, draw(st.integers(1, 5))))))
     pattern, one_shot = draw(st.sampled_from([*((pattern, False) for pattern in PATTERNS), ("gemm+ar", True)]))
     traits = replace(traits_of(pattern, draw(st.sampled_from([(1, 1), (2, 1), (1, 2)]))), one_shot=one_shot)
-    extents = (draw(st.integers(1, 900)) for _ in range(3))
-    return RankGemm(traits, distances, *extents, group=draw(st.integers(0, 3)))
+    m, n, k = (draw(st.integers(1, 900)) for _ in range(3))
+    spans = may_span(traits, ranks := len(distances) + 1, m) and draw(st.booleans())
+    return RankGemm(traits, distances, m * ranks if spans else m, n, k, group=draw(st.integers(0, 3)), spans=spans)
 
 
 @settings(max_examples=60)
@@ -78,15 +79,19 @@ def gemms(draw: st.DrawFn) -> RankGemm:
 def test_every_order_is_proved(gemm: RankGemm) -> None:
     down, across = gemm.traits.cluster
     tiles = gemm.ranks * gemm.order.clusters * down * across
-    assert gemm.order.shards == (1 if gemm.traits.pattern == "a2a+gemm" or gemm.traits.one_shot else gemm.ranks)
+    one = gemm.traits.pattern == "a2a+gemm" or gemm.traits.one_shot or gemm.spans
+    assert gemm.order.shards == (1 if one else gemm.ranks)
     proof = prove(gemm)
     assert proof.tiles == tiles
-    assert proof.slots == gemm.ranks * gemm.flags
+    if gemm.traits.one_shot:
+        assert (proof.slots, gemm.flags) == ((gemm.ranks - 1) * tiles * gemm.traits.parts, 0)
+    else:
+        assert proof.slots == gemm.ranks * gemm.flags
 
 
 def ends(order: TileOrder) -> bool:
     """Whether a reduction ends with one cluster at a time on each rank: a graph of all tickets of all ranks."""
-    ranks = order.ranks
+    ranks = order.shards
     ticket_of = {tile: ticket for ticket, tile in enumerate(order)}
     graph = TopologicalSorter[tuple[int, int]]()
     for rank in range(ranks):
@@ -156,7 +161,7 @@ def test_mutants_of_a_one_shot_order_are_refused(
     tiles: Callable[[list[TileCluster]], list[TileCluster]], said: str
 ) -> None:
     gemm = Changed(replace(traits_of("gemm+ar"), one_shot=True), (1, 2, 3), 512, 640, 256)
-    assert prove(gemm).waits == 4 * 4 * 4 * 5  # ranks, senders, rows and columns of tiles
+    assert prove(gemm).waits == 4 * 3 * 4 * 5  # ranks, peers, rows and columns of tiles
     with pytest.raises(PlanError, match=said):
         prove(replace(gemm, tiles=tiles))
 
@@ -238,7 +243,53 @@ def test_a_sum_without_a_ranks_slices_is_refused(peer: int, monkeypatch: pytest.
         return found._replace(distance=peer) if found == (2, 1) else found
 
     monkeypatch.setattr(PieceOrder, "slice_of_sum", wrong)
-    with pytest.raises(PlanError, match="pieces are read by all 5 tiles of their row, got 0"):
+    with pytest.raises(PlanError, match="a tile adds each of"):
+        prove(gemm)
+
+
+@pytest.mark.parametrize(("pattern", "rows"), [("ag+gemm", 20), ("ag+gemm", 200), ("gemm+rs", 32), ("gemm+rs", 208)])
+def test_tiles_that_span_shards_are_proved(pattern: Pattern, rows: int) -> None:
+    """They wait for nothing that comes with a higher ticket, so their order does not matter."""
+    gemm = Changed(traits_of(pattern), (3, 1, 2), 4 * rows, 640, 256, spans=True)
+    tiles, waits = -(-4 * rows // 128), 0
+    if pattern == "ag+gemm":
+        for row in range(tiles):
+            owners = {x // rows for x in range(row * 128, min(row * 128 + 128, 4 * rows))}
+            waits += 4 * len(owners) * -(-rows // 32) * 5  # ranks, shards, rows of pieces, columns of tiles
+        assert gemm.flags == 4 * -(-rows // 32)
+    else:
+        waits = 4 * 3 * rows // 16 * 5  # ranks, peers, warps' rows, columns of tiles
+    assert prove(gemm).waits == waits
+    prove(replace(gemm, tiles=lambda tiles: tiles[::-1]))
+    for name in ("a tile twice", "a tile outside"):
+        changed, said = MUTANTS[name]
+        with pytest.raises(PlanError, match=said):
+            prove(replace(gemm, tiles=changed))
+
+
+@pytest.mark.parametrize("sent", [same_receiver, no_last_slice])
+def test_mutants_of_the_pieces_of_spanned_shards_are_refused(sent: Callable[[list[Piece]], list[Piece]]) -> None:
+    """Also those that a rank sends to itself."""
+    gemm = Changed(traits_of("ag+gemm"), (1, 2, 3), 128, 640, 1024, spans=True)
+    with pytest.raises(PlanError, match="peers write each of"):
+        prove(replace(gemm, sent=sent))
+
+
+def test_spanned_shards_that_no_kernel_has_are_refused() -> None:
+    for pattern, m, ranks, tile in (
+        ("gemm+rs", 20, 2, (128, 128)),  # a warp's rows would have two owners
+        ("gemm+rs", 256, 2, (128, 128)),
+        ("ag+gemm", 256, 2, (128, 128)),
+        ("gemm+ar", 32, 2, (128, 128)),
+        ("ag+gemm", 2, 40, (128, 128)),  # a warp would read 40 flags of a slice
+        ("gemm+rs", 32, 2, (128, 96)),  # a subtile of a sum has rows of two times 64
+    ):
+        traits = KernelTraits(pattern, tile, (2, 1), True)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="tiles that span shards have equal shards"):
+            RankGemm(traits, tuple(range(1, ranks)), m * ranks, 640, 256, spans=True)
+    gemm = RankGemm(traits_of("gemm+rs"), (1, 2, 3), 4 * 32, 640, 256, spans=True)
+    object.__setattr__(gemm, "m", 4 * 40)
+    with pytest.raises(PlanError, match="16 rows of a warp have one owner, got shards of 40 rows"):
         prove(gemm)
 
 

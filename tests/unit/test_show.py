@@ -419,12 +419,12 @@ shard 2, block 2   10    13"""
     gather = show_tile_order(TileOrder((1, 2), 3, 2, 1, 1, own_first=True), 2)
     assert "1 row of clusters in turn; own tiles come 1 unit earlier; shards in the order 0, 1\n" in gather
     assert "\nshard 2, block 0   [0]   [3]\n" in gather
-    own = show_tile_order(TileOrder((1, 2), 1, 2, 1, 2, own_first=True, own_only=True), 1)
+    one = show_tile_order(TileOrder((), 1, 2, 1, 0, own_first=True), 1, ranks=3)
     assert (
-        "turn; own tiles only, which add this rank's slices of k, then in turn those of others in the order 2, 0\n"
-        in own
+        "rank 1 of 3: 1x2 clusters of tiles in each shard, 1 row of clusters in turn; its tiles are of one shard\n"
+        in one
     )
-    assert own.endswith("of rank 1\n                    0    1\nshard 1, block 0  [0]  [1]")
+    assert one.endswith("tickets of D\n         0  1\nblock 0  0  1")
     with pytest.raises(ValueError, match=r"rank is an integer from 0 to 2, got 3"):
         show_tile_order(order, 3)
 

@@ -26,21 +26,21 @@ extern "C" void tiles(TileOrder const* order, bool own_first, uint32_t* to) {
     *to++ = found.distance, *to++ = found.block, *to++ = found.column;
   }
 }
-extern "C" void slices(PieceOrder const* pieces, TileOrder const* order, uint32_t* to) {
-  for (uint32_t number = 0; number < order->ranks * pieces->slices; ++number) {
-    auto const found = pieces->slice_of_sum(*order, number);
+extern "C" void slices(PieceOrder const* pieces, uint32_t* to) {
+  for (uint32_t number = 0; number < (pieces->receivers + 1) * pieces->slices; ++number) {
+    auto const found = pieces->slice_of_sum(number);
     *to++ = found.distance, *to++ = found.number;
   }
 }
-extern "C" void stages(PieceOrder const* pieces, TileOrder const* order, uint32_t depth, uint32_t size, uint32_t* to) {
-  for (uint32_t number = 0; number < order->ranks * depth; ++number) {
-    auto const found = pieces->stage_of_sum(*order, depth, size, number);
+extern "C" void stages(PieceOrder const* pieces, uint32_t depth, uint32_t size, uint32_t* to) {
+  for (uint32_t number = 0; number < (pieces->receivers + 1) * depth; ++number) {
+    auto const found = pieces->stage_of_sum(depth, size, number);
     *to++ = found.distance, *to++ = found.number;
   }
 }
-extern "C" void pieces(PieceOrder const* pieces, TileOrder const* order, uint32_t* to) {
-  for (uint32_t number = 0; number < pieces->pieces(*order); ++number) {
-    auto const found = pieces->at(*order, number);
+extern "C" void pieces(PieceOrder const* pieces, uint32_t* to) {
+  for (uint32_t number = 0; number < pieces->pieces(); ++number) {
+    auto const found = pieces->at(number);
     *to++ = found.distance, *to++ = found.row, *to++ = found.slice;
   }
 }
@@ -52,11 +52,7 @@ def orders(draw: st.DrawFn) -> TileOrder:
     distances = tuple(draw(st.permutations(range(1, draw(st.integers(1, 9))))))
     blocks, columns = draw(st.integers(1, 6)), draw(st.integers(1, 6))
     lead = draw(st.integers(0, blocks * columns))
-    if own_only := draw(st.booleans()):
-        lead = blocks * columns
-    return TileOrder(
-        distances, blocks, columns, draw(st.integers(1, 7)), lead, own_only or draw(st.booleans()), own_only
-    )
+    return TileOrder(distances, blocks, columns, draw(st.integers(1, 7)), lead, draw(st.booleans()))
 
 
 @given(orders())
@@ -88,11 +84,12 @@ def test_own_tiles_lead_by_as_many_units(order: TileOrder) -> None:
         assert order.shards == 1 or -1 <= ahead <= order.lead + 1
 
 
-@given(orders(), st.integers(1, 5), st.integers(1, 4))
-def test_every_piece_is_sent_once(order: TileOrder, rows: int, slices: int) -> None:
-    pieces = PieceOrder(order.distances, rows, slices, order.group)
+@given(orders(), st.integers(1, 5), st.integers(1, 4), st.booleans())
+def test_every_piece_is_sent_once(order: TileOrder, rows: int, slices: int, to_itself: bool) -> None:
+    pieces = PieceOrder(order.distances, rows, slices, order.group, to_itself)
     found = [pieces.at(number) for number in range(pieces.pieces)]
-    assert sorted(found) == [(d, row, s) for d in range(1, order.ranks) for row in range(rows) for s in range(slices)]
+    receivers = range(1 - to_itself, order.shards)
+    assert sorted(found) == [(d, row, s) for d in receivers for row in range(rows) for s in range(slices)]
 
 
 @given(orders(), st.integers(1, 5))
@@ -100,18 +97,12 @@ def test_slices_of_a_sum_are_added_as_they_are_sent(order: TileOrder, slices: in
     """Each once, own ones first. Of one row, all peers send what this rank adds, in the same order."""
     pieces = PieceOrder(order.distances, 1, slices, 1)
     own, others = [], []
-    for number in range(order.ranks * slices):
+    for number in range(order.shards * slices):
         found = pieces.slice_of_sum(number)
         (others if found.distance else own).append(found)
         assert not (others and not found.distance)
     assert own == [(0, number) for number in range(slices)]
     assert others == [(piece.distance, piece.slice) for piece in map(pieces.at, range(pieces.pieces))]
-
-
-def test_own_tiles_alone_come_first() -> None:
-    for lead, own_first in ((5, True), (6, False)):
-        with pytest.raises(ValueError, match="they come first, by 6 units"):
-            TileOrder((1, 2), 2, 3, 1, lead, own_first, own_only=True)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -138,25 +129,24 @@ def test_kernels_have_the_same_order(tmp_path: Path) -> None:
         ranks, blocks, columns = chance.randint(1, 9), chance.randint(1, 20), chance.randint(1, 20)
         distances = tuple(chance.sample(range(1, ranks), ranks - 1))
         lead, own_first = chance.randint(0, blocks * columns), chance.random() < 0.5
-        own_only = own_first and chance.random() < 0.5
-        lead = blocks * columns if own_only else lead
-        order = TileOrder(distances, blocks, columns, chance.randint(1, 9), lead, own_first, own_only)
+        order = TileOrder(distances, blocks, columns, chance.randint(1, 9), lead, own_first)
         found = (ctypes.c_uint32 * (3 * order.clusters))()
         host.tiles(ctypes.byref(Order.of(order)), own_first, found)
         assert [tuple(found[i : i + 3]) for i in range(0, len(found), 3)] == list(order)
-        pieces = PieceOrder(distances, blocks, columns, chance.randint(1, 9))
-        found = (ctypes.c_uint32 * (3 * pieces.pieces))()
-        host.pieces(ctypes.byref(Pieces.of(pieces)), ctypes.byref(Order.of(order)), found)
-        wanted = [pieces.at(number) for number in range(pieces.pieces)]
-        assert [tuple(found[i : i + 3]) for i in range(0, len(found), 3)] == wanted
+        for to_itself in (True, False):
+            pieces = PieceOrder(distances, blocks, columns, chance.randint(1, 9), to_itself)
+            found = (ctypes.c_uint32 * (3 * pieces.pieces))()
+            host.pieces(ctypes.byref(Pieces.of(pieces)), found)
+            wanted = [pieces.at(number) for number in range(pieces.pieces)]
+            assert [tuple(found[i : i + 3]) for i in range(0, len(found), 3)] == wanted
         found = (ctypes.c_uint32 * (2 * ranks * columns))()
-        host.slices(ctypes.byref(Pieces.of(pieces)), ctypes.byref(Order.of(order)), found)
+        host.slices(ctypes.byref(Pieces.of(pieces)), found)
         added = [pieces.slice_of_sum(number) for number in range(ranks * columns)]
         assert [tuple(found[i : i + 2]) for i in range(0, len(found), 2)] == added
         size = chance.randint(1, 4)  # stages of a slice
         depth = columns * size - chance.randrange(size)
         found = (ctypes.c_uint32 * (2 * ranks * depth))()
-        host.stages(ctypes.byref(Pieces.of(pieces)), ctypes.byref(Order.of(order)), depth, size, found)
+        host.stages(ctypes.byref(Pieces.of(pieces)), depth, size, found)
         stages = [(x, stage) for x, at in added for stage in range(at * size, min(at * size + size, depth))]
         assert [tuple(found[i : i + 2]) for i in range(0, len(found), 2)] == stages
 

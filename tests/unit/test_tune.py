@@ -171,9 +171,11 @@ def test_the_key_has_all_that_a_configuration_depends_on() -> None:
         dataclasses.replace(PROBLEM, out_dtype="float32"),
         dataclasses.replace(PROBLEM, partial_dtype="float32"),
     ]
-    keys = [key_of(problem, pattern, size) for problem in problems for pattern in PATTERNS for size in (4, 8)]
+    sizes = ((4,), (8,), (8, 2), (8, 4))  # ranks, and those of a host
+    keys = [key_of(problem, pattern, *size) for problem in problems for pattern in PATTERNS for size in sizes]
     assert len(set(keys)) == len(keys)
     assert keys[0] == "ag+gemm 2048x8192x4096x1 bfloat16 bfloat16 bfloat16 tp:4"
+    assert key_of(PROBLEM, "ag+gemm", 8, 2).endswith(" tp:4x2")
     uneven = dataclasses.replace(PROBLEM, m_per_rank=(2000, 48))
     assert key_of(uneven, "ag+gemm", 2) == key_of(PROBLEM, "ag+gemm", 2)
 

@@ -18,14 +18,18 @@ from distgemm.bench.choices import UNFUSED_PROGRAMS
 from distgemm.gemm.cublas import CublasProvider
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.per_tile.model import Costs, predict_per_tile
-from distgemm.gemm.per_tile.select import CONFIGS, ONE_SHOT, gemm_of
+from distgemm.gemm.per_tile.select import CONFIGS, ONE_SHOT, SPANNING, gemm_of
 from distgemm.measure.models import MODELS
+from distgemm.plan.patterns import does_pattern
+from distgemm.runtime.cuda.lowering import check_across
 from distgemm.runtime.executable import ExecutionConfig
 from distgemm.schedulers import PATTERNS, Pattern, registry
+from distgemm.simulator import predict_unfused, simulate
 from distgemm.simulator.machine import Machine
 from distgemm.tune import UNFUSED, TunedConfig, candidates, list_candidates, predicted, register_candidate, shortlist
 from distgemm.tune.candidates import SLOWDOWN_LIMIT, per_tile_status, specs_of
 from distgemm.tune.search import FINALISTS, finalists, measurable, round_up
+from distgemm.tune.select import fitting
 
 GATHER = "all_gather_1d_tiling_cd_rotating_a"
 CHAIN = "reduce_scatter_1d_tiling_a_rotating_c"
@@ -109,7 +113,9 @@ def test_few_tokens_take_a_library() -> None:
     assert predicted(GemmProblem(128, 14336, 4096), "ag+gemm", 4).text == UNFUSED.text
 
 
-@pytest.mark.parametrize(("file", "most"), [("2xh200", 1.11), ("4xh200", 1.04), ("few_4xh200", 1.03)])
+@pytest.mark.parametrize(
+    ("file", "most"), [("2xh200", 1.11), ("4xh200", 1.04), ("few_4xh200", 1.03), ("all_to_all_2xh200", 1.12)]
+)
 def test_what_is_predicted_is_nearly_the_fastest_measured(file: str, most: float) -> None:
     """In the geometric mean over the rows of a benchmark whose predicted configuration was measured."""
     path = Path(__file__).parents[2] / "benchmarks" / "results" / f"executions_{file}.json"
@@ -136,7 +142,8 @@ def test_per_tile_kernels_are_considered(pattern: Pattern) -> None:
     assert [config.execution.config for config in found] == [*CONFIGS[pattern][:-1]]
     few = candidates.predictions(GemmProblem(256, 8192, 8192), pattern, 4)
     tiles = [config.execution.config for config in few if config.execution.execution == "per_tile"]
-    assert tiles == [*CONFIGS[pattern]]
+    spanning = SPANNING[:1] if pattern in {"ag+gemm", "gemm+rs"} else ()
+    assert tiles == [*CONFIGS[pattern], *spanning]
     for config, time in found.items():
         gemm = gemm_of(config.plan(problem, 4), config.execution.config)
         assert time == predict_per_tile(gemm, Costs(machine)).time
@@ -165,7 +172,7 @@ def test_why_per_tile_kernels_are_not_considered(
 ) -> None:
     with caplog.at_level(logging.INFO, "distgemm"):
         found = list(candidates._per_tile(problem, "ag+gemm", 4, Machine.load(candidates.MACHINE)))
-    assert found == [] and len(caplog.records) in {1, len(CONFIGS["ag+gemm"])} and reason in caplog.text
+    assert found == [] and len(caplog.records) in {1, len({*CONFIGS["ag+gemm"], *SPANNING})} and reason in caplog.text
 
 
 @pytest.mark.parametrize(("pattern", "split"), [("gemm+a2a", "n"), ("a2a+gemm", "k")])
@@ -180,6 +187,38 @@ def test_all_to_alls_are_considered(pattern: Pattern, split: str) -> None:
     for heads in ({"n_per_rank": (2048,) * 4}, {"k_per_rank": (1024,) * 4}):
         assert "where all ranks have as many" in measurable(dataclasses.replace(PROBLEM, **heads)).reason
     assert measurable(PROBLEM)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "changed"),
+    [
+        ("gemm+a2a", {"m": 2050}),
+        ("gemm+a2a", {"m_per_rank": (1024, 512, 256, 256)}),
+        ("gemm+a2a", {"n_per_rank": (4096, 2048, 1024, 1024)}),
+        ("gemm+a2a", {"n_per_rank": (4096,) * 4}),
+        ("gemm+a2a", {"n_per_rank": (2048, 2048, 6144, 6144)}),
+        ("a2a+gemm", {"m_per_rank": (1024, 512, 256, 256)}),
+        ("a2a+gemm", {"k_per_rank": (4096, 2048, 1024, 1024)}),
+    ],
+    ids=str,
+)
+def test_all_to_alls_that_per_tile_kernels_refuse_have_another_execution(
+    pattern: Pattern, changed: dict[str, Any]
+) -> None:
+    """Both where the model selects, and where a per-tile kernel is recorded for equal shards."""
+    equal = GemmProblem(2048, 8192, 8192)
+    problem = dataclasses.replace(equal, **changed)
+    recorded = next(each for each in shortlist(equal, pattern, 4) if each.execution.execution == "per_tile")
+    assert fitting(recorded, equal, pattern, 4) == recorded
+    for config in (predicted(problem, pattern, 4), fitting(recorded, problem, pattern, 4)):
+        assert config.execution.execution == "multi_kernel"
+        plan = config.plan(problem, 4)
+        assert does_pattern(plan, pattern, problem.copies) and config.option("copies") in {None, problem.copies}
+        shard = plan.shard_shape("D" if pattern == "gemm+a2a" else "A", 1)
+        assert shard[1] == (problem.n_per_rank or problem.k_per_rank or (2048,) * 4)[1]
+    across = predicted(problem, pattern, 4, ranks_per_host=2)
+    assert (across.schedule == candidates.NESTED) == (problem.copies == 1)
+    assert does_pattern(across.plan(problem, 4, 2), pattern, problem.copies)
 
 
 def test_a_kernel_that_there_is_not_is_no_candidate() -> None:
@@ -322,6 +361,57 @@ def test_the_gemms_of_a_plan() -> None:
     assert all(spec.c is None and spec.bias is None for spec in specs)
 
 
+# --- several hosts ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", get_args(Pattern))
+def test_only_what_runs_across_hosts_is_considered_there(pattern: Pattern) -> None:
+    """Nested plans that send the fewest bytes across, for 2 hosts of 2 ranks, and the flat unfused program."""
+    p = GemmProblem(1024, 2048, 512)
+    times = candidates.predictions(p, pattern, 4, 2)
+    plans = [config for config in times if config.method == "plan"]
+    assert [config for config in times if config.method == "unfused"] == [UNFUSED] * (pattern in PATTERNS)
+    # The fewest, as docs/formulas.md proves.
+    elements = {
+        "ag+gemm": p.m * p.k,  # each host lacks half of A
+        "gemm+rs": p.m * p.n,
+        "gemm+ar": 2 * p.m * p.n,
+        "gemm+a2a": p.m * p.n / 2,  # half of what a host has is for the other one
+        "a2a+gemm": p.m * p.k / 2,
+    }[pattern]
+    assert plans
+    for config in plans:
+        assert config.execution.execution == "multi_kernel" and config.execution.wait_by == "memory_op"
+        assert not config.execution.merge_copies and config.option("mechanism") is None
+        plan = config.plan(p, 4, 2)
+        assert (plan.ranks_per_host, plan.mesh, plan.mechanism) == (2, (2, 2), "push")
+        assert sum(plan.link_bytes("across").values()) == 2 * elements
+        check_across(plan, config.execution)
+
+
+def test_predictions_across_hosts_count_the_network() -> None:
+    """The prediction is that of the simulator for these hosts; a flat NCCL program takes the network's time, too."""
+    p = GemmProblem(2048, 8192, 4096)
+    times = candidates.predictions(p, "ag+gemm", 4, 2)
+    machine = Machine.load(candidates.MACHINE)
+    for config, time in times.items():
+        if config.method == "plan":
+            streams = config.execution.gemm_streams
+            assert time == simulate(config.plan(p, 4, 2), machine, gemm_streams=streams).time
+    on_hosts = dataclasses.replace(machine, ranks_per_host=2)
+    assert times[UNFUSED] == predict_unfused(p, on_hosts, "ag+gemm", 4)
+    assert times[UNFUSED] > 1.2 * candidates.predictions(p, "ag+gemm", 4)[UNFUSED]
+    found = predicted(p, "ag+gemm", 4, 2)
+    assert found.source == "predicted" and times[found] == min(times.values())
+    assert shortlist(p, "ag+gemm", 4, 2)[0] == min(times, key=lambda config: times[config])
+
+
+def test_a_schedule_of_ones_own_is_nested_across_hosts(registered: Any) -> None:
+    registered("ag+gemm", NEAREST, chunks=2)
+    (found,) = (each for each in candidates.candidates_across("ag+gemm") if dict(each.options)["across"] == NEAREST)
+    assert found.options == (("across", NEAREST), ("chunks", 2), ("inside", NEAREST))
+
+
 # --- registered candidates ----------------------------------------------------------------------------------
 
 NEAREST = "test_gather_from_the_nearest"
@@ -393,7 +483,7 @@ def test_a_registered_schedule_may_refuse_numbers_of_ranks(registered: Any, capl
 
 
 def test_a_plan_error_names_the_candidate(registered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Any, problem: GemmProblem, world_size: int) -> None:
+    def fail(self: Any, *arguments: Any) -> None:
         raise PlanError("rank 1 sends nothing")
 
     registered("ag+gemm", NEAREST)

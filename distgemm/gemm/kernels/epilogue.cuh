@@ -21,34 +21,11 @@
 #include "cutlass/cutlass.h"
 #include "cutlass/numeric_conversion.h"
 #include "cutlass/pipeline/pipeline.hpp"
+#include "terms.cuh"
 
 namespace distgemm {
 
 using namespace cute;
-
-// What is added to a product besides the source. A null pointer: it is absent, or 1.
-struct Terms {
-  float alpha, source_scale, aux_scale;
-  int32_t scale_a_step, scale_b_step;  // 1: a scale for each row of A or B; 0: one for all
-  float const* scale_a;
-  float const* scale_b;
-  OrD<ElementBias> const* bias;
-  OrD<ElementAux> const* aux;
-  int64_t aux_stride, aux_batch_stride;
-  int64_t bias_stride, scale_a_stride, scale_b_stride;  // between batches
-
-  // Whether there is more than alpha, the source and the scales of whole tensors.
-  CUTLASS_DEVICE bool any() const { return bias || any_but_bias(); }
-  CUTLASS_DEVICE bool any_but_bias() const { return scale_a_step || scale_b_step || aux; }
-
-  // alpha and the scales of whole tensors.
-  CUTLASS_DEVICE float factor() const {
-    float found = alpha;
-    if (scale_a && !scale_a_step) found *= *scale_a;
-    if (scale_b && !scale_b_step) found *= *scale_b;
-    return found;
-  }
-};
 
 // What a copy of the epilogue's code adds besides alpha, the source and the scales of whole tensors.
 enum class Extra { kNone, kBias, kAny };

@@ -49,11 +49,12 @@ struct Control {
   uint64_t begun[kRanks];  // the last epoch that each rank has begun. The watchdog reads it
 };
 
-// Where the workspaces of all ranks are. All have one layout: the control, then flags and slots of both buffers.
+// Where the workspaces of all ranks are. All have one layout: the control, then flags, slots and packets of both buffers.
 struct Workspaces {
   uint64_t base[kRanks];
   uint64_t flags, flags_of_buffer;  // offset of the first flag; bytes of those of a buffer
   uint64_t slots, slots_of_buffer;
+  uint64_t packets, packets_of_buffer;  // of partial sums that carry their epochs: nothing else is ever stored there
   uint32_t rank;
   uint32_t executable;
   uint32_t ranks;
@@ -65,6 +66,9 @@ struct Workspaces {
   }
   CUTE_DEVICE uint64_t slot(uint32_t at, uint32_t buffer, uint64_t offset) const {
     return base[at] + slots + buffer * slots_of_buffer + offset;
+  }
+  CUTE_DEVICE uint64_t packet(uint32_t at, uint32_t buffer, uint64_t offset) const {
+    return base[at] + packets + buffer * packets_of_buffer + offset;
   }
 
   // Takes a ticket: lane 0. Nothing waits for it before its first use.

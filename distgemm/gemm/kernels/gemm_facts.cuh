@@ -80,11 +80,11 @@ struct TmaBox {
   DG_FIELD(epilogue.terms), DG_FIELD(epilogue.source), DG_FIELD(epilogue.d),     \
       DG_CONSTANT(epilogue.tma_transaction_bytes, Epilogue::Source::kBytes)
 
-#if DG_SCHEDULE != DG_PLAIN
 static_assert(!cutlass::gemm::kernel::detail::Has_SwapAB_v<Mainloop>, "the host does not exchange A and B");
 constexpr TmaBox box_a = TmaBox::of_operand<typename Mainloop::Params::TMA_A, DG_A_ROW>(DG_CLUSTER_N);
 constexpr TmaBox box_b = TmaBox::of_operand<typename Mainloop::Params::TMA_B, DG_B_ROW>(DG_CLUSTER_M);
-#endif
+static_assert(box_a.extents[0] == Collective::LoadA::kWidth && box_a.extents[1] == Collective::LoadA::kPart);
+static_assert(box_b.extents[0] == Collective::LoadB::kWidth && box_b.extents[1] == Collective::LoadB::kPart);
 #if DG_EPILOGUE == DG_TMA
 constexpr TmaBox box_source = TmaBox::of(Epilogue::Source{});
 constexpr TmaBox box_d = TmaBox::of(Epilogue::Result{});
@@ -105,13 +105,6 @@ DG_FACTS{
     DG_FIELD(epilogue.source),
     DG_FIELD(epilogue.d),
 #endif
-#if DG_SCHEDULE == DG_PLAIN
-    DG_CONSTANT(mode, cutlass::gemm::GemmUniversalMode::kBatched),
-    DG_FIELD(mainloop.ptr_A),
-    DG_FIELD(mainloop.dA),
-    DG_FIELD(mainloop.ptr_B),
-    DG_FIELD(mainloop.dB),
-#else
     DG_CONSTANT(mode, cutlass::gemm::GemmUniversalMode::kGemm),
     DG_NUMBER("a_row_major", DG_A_ROW),
     DG_NUMBER("b_row_major", DG_B_ROW),
@@ -135,7 +128,6 @@ DG_FACTS{
     DG_FIELD(scheduler.problem_tiles_l_),
     DG_CONSTANT(scheduler.cluster_shape_m_, DG_CLUSTER_M),
     DG_CONSTANT(scheduler.cluster_shape_n_, DG_CLUSTER_N),
-#endif
 };
 
 }  // namespace distgemm

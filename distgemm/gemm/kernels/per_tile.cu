@@ -10,12 +10,16 @@
 //                      peer whose tile it is                       slots, and stores to D
 //   DG_ALL_REDUCE      the same; warp 1 takes the result to D      the same, and stores the result to slots at all
 //                      once the owner has stored it in a slot      peers
-//   DG_ONE_SHOT        there is none                               its partial sum goes to slots at all ranks, this one
-//                                                                  too; adds those of all ranks, and stores to D
+//   DG_ONE_SHOT        there is none                               its partial sum goes to all peers in packets; adds those
+//                                                                  of all ranks, and stores to D
 //   DG_TO_OWNERS       its result goes to a slot at the peer       stores to D; warp 1 takes to D what peers made of
 //                      that has its columns of D                   their rows
 //   DG_FROM_HOLDERS    there is none                               A's columns of other ranks come from slots, slice by
 //                                                                  slice; warp 1 sends peers their rows of A
+//
+// With few rows a tile may span shards (spans_()): it has rows of several ranks, and all of D is one shard. A gather then
+// has all of A in slots, this rank's rows, too. A reduce-scatter stores 16 rows of a sum at a time at their owner, and
+// then adds the sums of peers to those that this rank owns.
 //
 // A thread block has 12 warps. Each role is a function, and a section of this file:
 //
@@ -88,10 +92,10 @@ constexpr int kPattern = DG_PATTERN;
 constexpr bool kFromHolders = kPattern == DG_FROM_HOLDERS, kToOwners = kPattern == DG_TO_OWNERS;
 constexpr bool kGathers = kPattern == DG_GATHER || kFromHolders;  // slices of A, from slots
 constexpr bool kAllReduces = kPattern == DG_ALL_REDUCE, kOneShot = kPattern == DG_ONE_SHOT;
-constexpr bool kReduces = kPattern == DG_REDUCE_SCATTER || kAllReduces || kOneShot;
+constexpr bool kReduces = kPattern == DG_REDUCE_SCATTER || kAllReduces;                // with slots for sums
 constexpr bool kTakes = kAllReduces || kToOwners;                                  // results from peers
 constexpr bool kOneD = kPattern == DG_REDUCE_SCATTER || kFromHolders || kOneShot;  // D has the rows of one shard
-constexpr uint32_t kNearest = kOneShot ? 0 : 1;                                    // distance from which sums come
+constexpr bool kMaySpan = kPattern == DG_GATHER || kPattern == DG_REDUCE_SCATTER;  // tiles may have rows of several ranks
 constexpr bool kPingpong = DG_PINGPONG;  // each warp group has tiles of its own. Otherwise both share each tile
 constexpr int kTileM = DG_TILE_M, kTileN = DG_TILE_N, kTileK = 128 / sizeof(Element);
 constexpr int kClusterM = DG_CLUSTER_M, kClusterN = DG_CLUSTER_N, kCluster = kClusterM * kClusterN;
@@ -127,6 +131,8 @@ constexpr int kSumBytes = kPartM * kPartN * sizeof(Partial);
 constexpr int kSums = (kSumBytes + kSubtile - 1) / kSubtile;  // subtiles
 static_assert(kSumBytes % kPackBytes == 0);
 constexpr int kPartPacks = kSumBytes / kPackBytes;
+constexpr int kSumsOfRows = kSums % kDown ? 0 : kSums / kDown;  // subtiles of a sum that have the same rows, if any
+constexpr int kWarpRows = 16;                                   // of a subtile
 CUTE_HOST_DEVICE constexpr int packs_of(int subtile) {
   return subtile + 1 < kSums ? kPacks : kPartPacks - (kSums - 1) * kPacks;
 }
@@ -143,10 +149,9 @@ constexpr int kPartBytes = (kTakes ? cute::max(kSums, kResults) : kSums) * kSubt
 // A piece of a shard that is sent: so many rows, and so many bytes of each.
 constexpr int kPieceRows = 32, kPieceBytes = 512, kPieceK = kPieceBytes / sizeof(Element);
 constexpr int kPiecesDown = kTileM / kPieceRows;  // of the rows of a tile
-static_assert(kTileM % kPieceRows == 0 && (kPiecesDown & (kPiecesDown - 1)) == 0);
+static_assert(kTileM % kPieceRows == 0);
 constexpr int kCopyRows = 16, kCopyBytes = kCopyRows * kPieceBytes;  // what is copied at a time
 constexpr int kSliceTiles = kPieceK / kTileK;  // stages of a slice
-constexpr int kPolledSlices = 32 / kPiecesDown;      // slices whose flags a warp reads at a time
 
 constexpr bool kCopies = DG_SENDS || kTakes;  // whether warp 1 copies
 constexpr bool kHandsOut = kGathers && DG_A_K_MAJOR;  // whether a call may want all of A
@@ -181,10 +186,30 @@ struct alignas(128) Params {
   Element* gathered_at;  // null: the caller does not want all of A
   int64_t shard_stride, gathered_stride;  // elements
   int32_t m, n, k;       // rows of a shard, columns of D, and columns of A on this rank
+  int32_t rank_rows;     // of m: those of a rank, where tiles span shards. Otherwise m
+  int32_t box_m, loaded_m;  // rows of A in a box, and from one to the next: fewer than in a tile if a shard has fewer
   uint32_t slices;       // of these columns
   uint32_t picoseconds_per_kib;
   uint32_t by_columns;  // all-reduce: m is rows of D, and n columns of a shard
 };
+
+// Two packets of a partial sum of a one-shot kernel.
+struct Packets {
+  uint64_t first, second;  // 4 bytes of the sum, and the lowest 32 bits of the epoch above them
+
+  Packets() = default;
+  CUTE_DEVICE Packets(uint32_t first, uint32_t second, uint32_t epoch)
+      : first(uint64_t(epoch) << 32 | first), second(uint64_t(epoch) << 32 | second) {}
+  CUTE_DEVICE bool are_of(uint32_t epoch) const { return first >> 32 == epoch && second >> 32 == epoch; }
+  CUTE_DEVICE uint2 data() const { return {uint32_t(first), uint32_t(second)}; }
+  CUTE_DEVICE void load(uint64_t from) {
+    asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(from) : "memory");
+  }
+  CUTE_DEVICE void store(uint64_t to) const {
+    asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(first), "l"(second) : "memory");
+  }
+};
+constexpr uint32_t kPacketBytes = 32 * sizeof(Packets);  // of a warp
 
 // What the blocks of a cluster learn of a ticket.
 struct alignas(16) Ticket {
@@ -427,9 +452,20 @@ class Kernel {
     return arrived;
   }
 
+  // Whether tiles have rows of several ranks, and all of D is one shard.
+  CUTE_DEVICE bool spans_() const { return kMaySpan && params_.rank_rows < params_.m; }
+  // Whether the sums of such tiles are scattered. This rank's first row then, and how many of some rows it owns.
+  CUTE_DEVICE bool scatters_() const { return kReduces && spans_(); }
+  CUTE_DEVICE int32_t first_own_row_() const { return scatters_() ? spaces_.rank * params_.rank_rows : 0; }
+  CUTE_DEVICE int32_t own_rows_(int32_t first, int32_t count) const {
+    int32_t const begin = cute::max(first, first_own_row_());
+    return cute::max(0, cute::min(first + count, first_own_row_() + params_.rank_rows) - begin);
+  }
   // Whether shards of D are columns, and not rows.
   CUTE_DEVICE bool by_columns_() const { return kAllReduces && params_.by_columns; }
   CUTE_DEVICE uint32_t rank_at_(uint32_t distance) const { return (spaces_.rank + distance) % spaces_.ranks; }
+  // Which of the matrices of a descriptor, one for each shard, is that of the rank so far behind this one.
+  CUTE_DEVICE int32_t matrix_(uint32_t distance) const { return spans_() ? 0 : rank_at_(distance); }
 
   // The number of a part of a tile among those of a shard.
   CUTE_DEVICE uint32_t part_(Tile const& tile, uint32_t part) const {
@@ -439,20 +475,25 @@ class Kernel {
     return order_.blocks * kClusterM * order_.columns * kClusterN * kParts;
   }
   // Flag and slot of a part that a rank receives: of the sums from a distance, and behind them of their results. Where
-  // there are no sums, results have their slots. A one-shot kernel also has slots for its own sums.
+  // there are no sums, results have their slots.
   CUTE_DEVICE uint32_t sum_slot_(uint32_t distance, uint32_t part) const {
-    return (distance - kNearest) * parts_() + part;
+    return (distance - 1) * parts_() + part;
   }
   CUTE_DEVICE uint32_t result_slot_(uint32_t distance, uint32_t part) const {
     return sum_slot_(distance + (kAllReduces ? spaces_.ranks - 1 : 0), part);
   }
+  // The number of a shard among those that a rank receives: of the rank so far behind the receiver, or, where tiles span
+  // shards, of the sender, as in A.
+  CUTE_DEVICE uint32_t received_(uint32_t distance, uint32_t sender = 0) const {
+    return spans_() ? sender : distance - 1;
+  }
   // The flag of a piece of a shard that a rank receives.
-  CUTE_DEVICE uint32_t piece_slot_(uint32_t distance, uint32_t row, uint32_t slice) const {
-    return ((distance - 1) * params_.pieces.rows + row) * params_.slices + slice;
+  CUTE_DEVICE uint32_t piece_slot_(uint32_t shard, uint32_t row, uint32_t slice) const {
+    return (shard * params_.pieces.rows + row) * params_.slices + slice;
   }
   // A slice of a tile's sum, in the order in which the tile adds them.
   CUTE_DEVICE Slice slice_(Tile const& tile, uint32_t number) const {
-    if constexpr (kFromHolders) return params_.pieces.slice_of_sum(order_, number);
+    if constexpr (kFromHolders) return params_.pieces.slice_of_sum(number);
     return {tile.distance, number};
   }
 
@@ -472,7 +513,16 @@ class Kernel {
     for (; exists_(ticket); ticket = next(), ++number) {
       Clock const clock = ticket.clock;
       Tile const tile = tile_(ticket);
-      bool const inside = int32_t(tile.row * kTileM) < params_.m;  // of A
+      int32_t const rows = params_.m - int32_t(tile.row * kTileM);  // of A, from the first one of the tile on
+      bool const inside = rows > 0;
+      // Which of the blocks that share a tile's rows of A load some: those whose first row exists. The others' rows of
+      // the stage have anything.
+      bool const loads_a = !DG_A_K_MAJOR || int32_t(block_ / kClusterM) * params_.loaded_m < rows;
+      uint32_t bytes_a = kStageA;
+      if constexpr (DG_A_K_MAJOR) {
+        bytes_a = 0;
+        for (int i = 0; i < kClusterN; ++i) bytes_a += i * params_.loaded_m < rows ? params_.box_m * kLine : 0;
+      }
       uint32_t const of_tile = rank_at_(tile.distance);
       uint32_t const slices = params_.slices * (kFromHolders ? spaces_.ranks : 1);
       uint32_t arrived = 0, first_slice = 0;  // slices from the first on that have arrived, as bits
@@ -483,13 +533,14 @@ class Kernel {
       uint32_t const pass_at = cute::min(take_at + ahead / 2, slices - 1);
       for (uint32_t slice = 0; slice < slices; ++slice) {
         Slice const from = slice_(tile, slice);
-        bool const receives = kGathers && from.distance;
+        bool const receives = kGathers && (from.distance || spans_());
         CUtensorMap const& map_a = receives ? params_.received[clock.buffer()] : params_.a;
         uint32_t const of_shard = kFromHolders ? rank_at_(from.distance) : of_tile;
-        bool const of_all = kFromHolders || (kReduces && !kOneShot && !by_columns_());  // this rank has A of all shards
-        uint32_t const matrix_a = receives ? from.distance - 1 : of_all ? of_shard : 0;
+        // This rank has A of all shards.
+        bool const of_all = kFromHolders || (kReduces && !by_columns_() && !spans_());
+        uint32_t const matrix_a = receives ? received_(from.distance) : of_all ? of_shard : 0;
         uint32_t const matrix_b = kToOwners || kFromHolders || by_columns_() ? of_shard : 0;
-        bool const known = slice < first_slice + kPolledSlices && arrived >> (slice - first_slice) * kPiecesDown & 1;
+        bool const known = slice < first_slice + 32 && arrived >> (slice - first_slice) & 1;
         if (receives && inside && !known) {
           first_slice = slice;
           arrived = wait_for_slices_(clock, tile, slice);
@@ -501,13 +552,15 @@ class Kernel {
           for (uint32_t k = from.number * kSliceTiles; k < end; ++k) {
             uint64_t& full = storage_.full[stage.index];
             Barrier::wait(storage_.empty[stage.index], stage.phase ^ 1);
-            Barrier::expect(full, kStageA + kStageB);
-            load_<kClusterN, kTileM, kTileM, DG_A_K_MAJOR>(
-                map_a, storage_.a[stage.index], full, block_ / kClusterM, block_ % kClusterM, kClusterM, k, tile.row,
-                matrix_a);
+            Barrier::expect(full, bytes_a + kStageB);
+            if (loads_a) {
+              load_<kClusterN, kTileM, kTileM, DG_A_K_MAJOR>(
+                  map_a, storage_.a[stage.index], full, params_.loaded_m, block_ / kClusterM, block_ % kClusterM, kClusterM,
+                  k, tile.row, matrix_a);
+            }
             load_<kClusterM, kTileN, kLoadedN, DG_B_K_MAJOR>(
-                params_.b, storage_.b[stage.index], full, block_ % kClusterM, block_ / kClusterM * kClusterM, 1, k,
-                tile.column, matrix_b);
+                params_.b, storage_.b[stage.index], full, kTileN / kClusterM, block_ % kClusterM,
+                block_ / kClusterM * kClusterM, 1, k, tile.column, matrix_b);
             stage.advance();
           }
           if (block_ == 0 && slice == pass_at) pass_on_(taken, number);
@@ -521,26 +574,33 @@ class Kernel {
     }
   }
 
-  // Waits until a slice of a tile's rows has arrived. Returns which of the slices from there on have: the lowest of
-  // kPiecesDown bits for each.
+  // Waits until a slice of a tile's rows has arrived. Returns which of the slices from there on have: a bit for each.
+  // Lanes read the flags of all rows of pieces of a slice, then those of the next one, as far as there are lanes. Where
+  // tiles span shards, a tile waits for all rows of a shard.
   CUTE_DEVICE uint32_t wait_for_slices_(Clock clock, Tile const& tile, uint32_t slice) const {
-    uint32_t const row = tile.row * kPiecesDown + lane() % kPiecesDown;
-    Slice const wanted = slice_(tile, slice + lane() / kPiecesDown);
-    bool const exists = row < params_.pieces.rows && wanted.number < params_.slices;
-    uint32_t arrived = wait_for_flags_(
-        clock, exists, piece_slot_(wanted.distance, row, wanted.number), (1ull << kPiecesDown) - 1);
+    uint32_t const rows = params_.pieces.rows;
+    uint32_t first = tile.row * kPiecesDown, down = kPiecesDown;
+    if (spans_()) {
+      uint32_t const begin = tile.row * kTileM, end = cute::min(begin + kTileM, uint32_t(params_.m));
+      first = begin / params_.rank_rows * rows;
+      down = ((end - 1) / params_.rank_rows + 1) * rows - first;
+    }
+    uint32_t const row = first + lane() % down, ahead = lane() / down, polled = 32 / down;
+    Slice const wanted = slice_(tile, slice + ahead);
+    bool const exists = (row < rows || spans_()) && ahead < polled && wanted.number < params_.slices;
+    uint32_t const every = (1ull << down) - 1, number = piece_slot_(received_(wanted.distance), row, wanted.number);
+    uint32_t const arrived = wait_for_flags_(clock, exists, number, every);
     asm volatile("fence.proxy.async.global;" ::: "memory");
-    for (int i = 1; i < kPiecesDown; i *= 2) arrived &= arrived >> i;
-    return arrived;
+    return __ballot_sync(0xffffffff, lane() < polled && (arrived >> lane() * down & every) == every);
   }
 
   // Loads this block's share of a stage of an operand, and gives it to all blocks that need it. The share is one of
-  // kShares: of the tile's rows; or of k, where columns are contiguous, which are loaded in boxes, kLoaded of them. The
-  // blocks are `first`, `first + distance`, ...
+  // kShares: so many rows, each share that many behind the one before; or of k, where columns are contiguous, which are loaded in
+  // boxes, kLoaded of them. The blocks are `first`, `first + distance`, ...
   template <int kShares, int kRows, int kLoaded, bool kMajor>
   CUTE_DEVICE void load_(
-      CUtensorMap const& map, uint8_t* to, uint64_t& full, uint32_t share, uint32_t first, uint32_t distance,
-      uint32_t k, uint32_t row, uint32_t matrix) {
+      CUtensorMap const& map, uint8_t* to, uint64_t& full, int32_t rows, uint32_t share, uint32_t first,
+      uint32_t distance, uint32_t k, uint32_t row, uint32_t matrix) {
     auto const hint = static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL);
     uint16_t mask = 0;
     for (int i = 0; i < kShares; ++i) mask |= 1 << (first + i * distance);
@@ -553,8 +613,8 @@ class Kernel {
     };
     int32_t const begin = row * kRows, depth = k * kTileK;
     if constexpr (kMajor) {
-      constexpr int rows = kRows / kShares;
-      copy(to + share * rows * kLine, depth, begin + share * rows);
+      int32_t const first_row = share * rows;
+      copy(to + first_row * kLine, depth, begin + first_row);
     } else {
       constexpr int lines = kTileK / kShares;  // of a box
       CUTE_UNROLL
@@ -573,7 +633,7 @@ class Kernel {
     if (__any_sync(0xffffffff, mute_)) return;
     uint32_t& counter = spaces_.control(spaces_.rank).counter;
     LinkPacing const pacing{&spaces_.control(spaces_.rank).link_free, params_.picoseconds_per_kib};
-    uint32_t const count = params_.pieces.pieces(order_);
+    uint32_t const count = params_.pieces.pieces();
     Uses<2> uses;
     int64_t const row_bytes = int64_t(params_.k) * sizeof(Element), pitch = params_.shard_stride * sizeof(Element);
     uint32_t taken = lane() == 0 ? take_(counter) : 0;
@@ -584,14 +644,15 @@ class Kernel {
         return;
       }
       if (lane() == 0) taken = take_(counter);
-      auto const piece = params_.pieces.at(order_, ticket);
+      auto const piece = params_.pieces.at(ticket);
       uint32_t const peer = rank_at_(spaces_.ranks - piece.distance);
       int64_t const column = int64_t(piece.slice) * kPieceBytes;
       uint32_t const bytes = cute::min(int64_t(kPieceBytes), row_bytes - column);
-      int32_t const begin = piece.row * kPieceRows, end = cute::min(begin + kPieceRows, params_.m);
+      int32_t const begin = piece.row * kPieceRows, end = cute::min(begin + kPieceRows, params_.rank_rows);
       int64_t const first_row = kFromHolders ? int64_t(peer) * params_.m : 0;
       auto const* const from = reinterpret_cast<uint8_t const*>(params_.shard) + first_row * pitch + column;
-      uint64_t const to = spaces_.slot(peer, clock.buffer(), (piece.distance - 1) * params_.m * row_bytes + column);
+      uint32_t const shard = received_(piece.distance, spaces_.rank);
+      uint64_t const to = spaces_.slot(peer, clock.buffer(), shard * params_.rank_rows * row_bytes + column);
       auto const load = [&](int32_t row, uint32_t use) {
         int32_t const rows = cute::min(int32_t(kCopyRows), end - row);
         if (lane() == 0) Barrier::expect(storage_.arrived[use % 2], rows * bytes);
@@ -609,7 +670,7 @@ class Kernel {
           __syncwarp();
           load(row + kCopyRows, uses.count + 1);
         }
-        if (lane() == 0 && row == begin) pacing.wait((end - begin) * bytes);
+        if (lane() == 0 && row == begin && piece.distance) pacing.wait((end - begin) * bytes);
         Barrier::wait(storage_.arrived[uses.index()], uses.phase());
         __syncwarp();
         if (int32_t(lane()) < cute::min(int32_t(kCopyRows), end - row)) {
@@ -623,8 +684,7 @@ class Kernel {
       __syncwarp();
       if (lane() == 0) {
         release_to_system();
-        Workspaces::set(
-            spaces_.flag(peer, clock.buffer(), piece_slot_(piece.distance, piece.row, piece.slice)), clock.epoch());
+        Workspaces::set(spaces_.flag(peer, clock.buffer(), piece_slot_(shard, piece.row, piece.slice)), clock.epoch());
       }
     }
   }
@@ -713,7 +773,7 @@ class Kernel {
     Uses<kEpilogueStages> uses, others;  // of this tile's warp groups. Pingpong: of the other one
     LinkPacing const pacing{&spaces_.control(spaces_.rank).link_free, params_.picoseconds_per_kib};
     uint32_t const peers = spaces_.ranks - 1;
-    bool const sends = !kGathers && !mute_;
+    bool const sends = !kGathers && !kOneShot && !mute_;
     uint32_t number = 0;
     uint64_t* stored = nullptr;  // the barrier of a stage from which a store may still read
     auto const release = [&] {
@@ -732,15 +792,16 @@ class Kernel {
       uint32_t const slot = remote ? sum_slot_(spaces_.ranks - tile.distance, part) : 0;
       // Where a part that goes to several ranks lies at the one so far before this one.
       auto const slot_at = [&](uint32_t distance, int j) {
-        return kOneShot ? sum_slot_(distance, part + j) : result_slot_(distance, part + j);
+        return kAllReduces ? result_slot_(distance, part + j) : sum_slot_(distance, part + j);
       };
-      // A one-shot kernel stores the sum of each tile, and then the result.
+      // A kernel whose tiles span shards stores the sum of each tile, and then the result, if any rows of it are its own.
+      int32_t const own_rows = scatters_() ? own_rows_(tile.row * kTileM, kTileM) : 0;
       for (int pass = 0; pass < 2; ++pass) {
-        bool const is_sum = pass == 0;
-        if (is_sum != (kReduces && remote) && !kOneShot) continue;
+        bool const is_sum = pass == 0, divides = scatters_() && is_sum;
+        if (scatters_() ? !is_sum && !own_rows : is_sum != (kReduces && remote)) continue;
         int const subtiles = is_sum ? kSums : kResults;
-        bool const spreads = kAllReduces ? !remote : kOneShot && is_sum;  // to several ranks
-        bool const leaves = sends && (remote || spreads);
+        bool const spreads = kAllReduces && !remote;  // to several ranks
+        bool const leaves = sends && (remote || spreads || divides);
         CUTE_NO_UNROLL
         for (int i = 0; i < subtiles; ++i) {
           CUTE_UNROLL
@@ -753,10 +814,14 @@ class Kernel {
               release();
               Barrier::wait(written, uses.phase());
             }
-            if (!remote && !(kOneShot && is_sum)) store_result_(from, tile, j, i);
-            if (leaves && i == 0 && j == 0) pacing.wait(tile_bytes_(tile, is_sum) * (remote ? 1 : peers));
+            if (!remote && !divides) store_result_(from, tile, j, i);
+            if (leaves && i == 0 && j == 0) {
+              uint32_t const kept = own_rows * kTileN * sizeof(Partial);
+              pacing.wait((tile_bytes_(tile, is_sum) - kept) * (remote || divides ? 1 : peers));
+            }
+            if (leaves && divides) store_at_owners_(tile, clock.buffer(), j, i, from);
             if (leaves && remote && size) store_at_(peer, clock.buffer(), slot + j, i, from, size);
-            for (uint32_t distance = kNearest; leaves && spreads && size && distance <= peers; ++distance) {
+            for (uint32_t distance = 1; leaves && spreads && size && distance <= peers; ++distance) {
               uint32_t const to = rank_at_(spaces_.ranks - distance);
               store_at_(to, clock.buffer(), slot_at(distance, j), i, from, size);
             }
@@ -775,7 +840,7 @@ class Kernel {
         release_to_system();
         for (int j = 0; j < kParts; ++j) {
           if (remote) Workspaces::set(spaces_.flag(peer, clock.buffer(), slot + j), clock.epoch());
-          for (uint32_t distance = kNearest; spreads && distance <= peers; ++distance) {
+          for (uint32_t distance = 1; (spreads || divides) && distance <= peers; ++distance) {
             uint32_t const to = rank_at_(spaces_.ranks - distance);
             Workspaces::set(spaces_.flag(to, clock.buffer(), slot_at(distance, j)), clock.epoch());
           }
@@ -790,15 +855,30 @@ class Kernel {
     wait_until_read<0>();  // the end of the kernel waits for the rest
   }
 
+  // Stores a subtile of a sum at the owners of its rows: those of each warp, which has 16, at one owner.
+  CUTE_DEVICE void store_at_owners_(Tile const& tile, uint32_t buffer, int part, int subtile, uint8_t* from) {
+    int32_t const first = tile.row * kTileM + (subtile / cute::max(kSumsOfRows, 1) * kParts + part) * kHeight;
+    int32_t const bytes = packs_of(subtile) * kWarpPack;
+    CUTE_NO_UNROLL
+    for (int32_t warp = 0; warp < kHeight / kWarpRows; ++warp) {
+      uint32_t const owner = (first + warp * kWarpRows) / params_.rank_rows;
+      if (owner >= spaces_.ranks || owner == spaces_.rank) continue;
+      uint32_t const distance = (spaces_.rank + spaces_.ranks - owner) % spaces_.ranks;
+      uint64_t const at = uint64_t(sum_slot_(distance, part_(tile, part))) * kPartBytes + subtile * kSubtile + warp * bytes;
+      SM90_BULK_COPY_S2G::copy(
+          from + warp * bytes, reinterpret_cast<void*>(spaces_.slot(owner, buffer, at)), bytes);
+    }
+  }
+
   // Bytes of a subtile that are stored at a peer: not those behind the last row, by 16 rows in a partial sum.
   CUTE_DEVICE int32_t bytes_(Tile const& tile, int part, int subtile, bool is_sum) const {
-    constexpr int of_rows = kSums % kDown ? 0 : kSums / kDown;  // subtiles of a sum that have the same rows, if any
+    constexpr int of_rows = kSumsOfRows;
     int32_t const whole = is_sum ? packs_of(subtile) * kPackBytes : kSubtile;
     int const down = is_sum ? (of_rows ? subtile / of_rows : 0) : subtile % kDown;
     int32_t const rows = params_.m - int32_t(tile.row * kTileM + (down * kParts + part) * kHeight);
     if (rows >= kHeight || (is_sum && !of_rows)) return whole;
     if (rows <= 0) return 0;
-    return is_sum ? whole / 4 * ((rows + 15) / 16) : rows * kLine;
+    return is_sum ? whole / 4 * ((rows + kWarpRows - 1) / kWarpRows) : rows * kLine;
   }
   // The same, of all parts of a tile.
   CUTE_DEVICE uint32_t tile_bytes_(Tile const& tile, bool is_sum) const {
@@ -817,12 +897,19 @@ class Kernel {
     SM90_BULK_COPY_S2G::copy(from, reinterpret_cast<void*>(to), bytes);
   }
 
-  // Stores a subtile to D.
+  // Stores a subtile to D; where spanned shards are scattered, the rows that this rank owns, by those of a warp.
   CUTE_DEVICE void store_result_(uint8_t* from, Tile const& tile, int part, int subtile) {
     int32_t const column = tile.column * kTileN + subtile_column(subtile);
     int32_t const row = tile.row * kTileM + (subtile % kDown * kParts + part) * kHeight;
-    int32_t const matrix = kOneD ? 0 : rank_at_(tile.distance);
-    SM90_TMA_STORE_3D::copy(&params_.d, from, column, row, matrix);
+    if (!scatters_()) {
+      SM90_TMA_STORE_3D::copy(&params_.d, from, column, row, kOneD ? 0 : matrix_(tile.distance));
+      return;
+    }
+    CUTE_NO_UNROLL
+    for (int32_t i = 0; i < kHeight; i += kWarpRows) {
+      if (!own_rows_(row + i, kWarpRows)) continue;
+      SM90_TMA_STORE_3D::copy(&params_.d, from + i * kLine, column, row + i - first_own_row_(), 0);
+    }
   }
 
   // ---------------------------------------------------------------- the warps that multiply
@@ -906,19 +993,27 @@ class Kernel {
       if (kHandsOut && hands_out) wait_until_handed_out_<0>();
       release_(last);
       scale_(sums);
-      if constexpr (kOneShot) {  // all ranks add the same numbers in the same order
-        write_sums_(sums, group, uses, thread);
-        CUTE_UNROLL
-        for (int i = 0; i < size(sums); ++i) sums(i) = mute_ ? __int_as_float(0x7fffffff) : 0.0f;
-      }
-      if (kReduces && tile.distance) {
-        write_sums_(sums, group, uses, thread);
-      } else {
-        if constexpr (kReduces) add_sums_(sums, ticket.clock, part_(tile, kPingpong ? 0 : group), thread);
-        if (!kToOwners || !tile.distance) add_terms_(sums, tile, kPingpong ? 0 : group, thread);
+      int const part = kPingpong ? 0 : group;
+      if constexpr (kOneShot) exchange_sums_(sums, ticket.clock, tile, part, thread);
+      bool const leaves = kReduces && (tile.distance || spans_());
+      if (leaves) write_sums_(sums, group, uses, thread);
+      if (!leaves || (scatters_() && own_rows_(tile.row * kTileM, kTileM))) {
+        if (kReduces && (!scatters_() || owns_some_(tile, part, thread / 32))) {
+          add_sums_(sums, ticket.clock, part_(tile, part), thread);
+        }
+        if (!kToOwners || !tile.distance) add_terms_(sums, tile, part, thread);
         write_results_(sums, group, uses, thread);
       }
     }
+  }
+
+  // Whether this rank owns some of a warp's rows of a part.
+  CUTE_DEVICE bool owns_some_(Tile const& tile, int part, int warp) const {
+    bool found = false;
+    for (int down = 0; down < kDown; ++down) {
+      found |= own_rows_(tile.row * kTileM + (down * kParts + part) * kHeight + warp * kWarpRows, kWarpRows) > 0;
+    }
+    return found;
   }
 
   // Stores a stage of A to the tensor for all of A, if it is this tile's turn.
@@ -927,10 +1022,10 @@ class Kernel {
       if (turn && !mute_) {
         auto const& pieces = params_.pieces;
         Slice const from =
-            kFromHolders ? pieces.stage_of_sum(order_, shard_depth_, kSliceTiles, k) : Slice{tile.distance, k};
+            kFromHolders ? pieces.stage_of_sum(shard_depth_, kSliceTiles, k) : Slice{tile.distance, k};
         SM90_TMA_STORE_3D::copy(
             &params_.gathered, storage_.a[stage], int32_t(from.number * kTileK), int32_t(tile.row * kTileM),
-            int32_t(rank_at_(from.distance)));
+            matrix_(from.distance));
       }
       commit();
     }
@@ -946,7 +1041,7 @@ class Kernel {
   CUTE_DEVICE void spoil_gathered_(Tile const& tile) const {
     Element const nan(__int_as_float(0x7fffffff));
     for (int32_t row = tile.row * kTileM; row < cute::min(int32_t(tile.row + 1) * kTileM, params_.m); ++row) {
-      int64_t const at = kFromHolders ? row : int64_t(rank_at_(tile.distance)) * params_.m + row;
+      int64_t const at = kFromHolders ? row : int64_t(matrix_(tile.distance)) * params_.m + row;
       int64_t const columns = int64_t(params_.k) * (kFromHolders ? spaces_.ranks : 1);
       for (int64_t k = 0; k < columns; ++k) params_.gathered_at[at * params_.gathered_stride + k] = nan;
     }
@@ -1008,37 +1103,34 @@ class Kernel {
     return ahead;
   }
 
-  // Adds the partial sums of all peers, in the order of distances; a one-shot kernel those of all ranks, in the order of
-  // ranks. While those of a rank are added, the next ones are under way.
+  // Adds the partial sums of all peers, in the order of distances. While those of a rank are added, the next ones are
+  // under way.
   template <class Sums>
   CUTE_DEVICE void add_sums_(Sums& sums, Clock clock, uint32_t part, int thread) {
     constexpr int ahead = packs_ahead_();
     static_assert(kPartPacks * kPacked == size(typename Sums::layout_type{}));
     uint64_t const slots = spaces_.slot(spaces_.rank, clock.buffer(), first_pack(thread));
     uint4 found[ahead];
-    auto const slot = [&](uint32_t i) {
-      return sum_slot_(kOneShot ? (i + spaces_.ranks - spaces_.rank) % spaces_.ranks : i, part);
-    };
     auto const load = [&](uint32_t i, int pack) {
       uint4& to = found[pack % ahead];
       asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
-                   : "l"(slots + uint64_t(slot(i)) * kPartBytes + pack_offset(pack) - pack_shift(pack, thread / 32))
+                   : "l"(slots + uint64_t(sum_slot_(i, part)) * kPartBytes + pack_offset(pack) - pack_shift(pack, thread / 32))
                    : "memory");
     };
-    uint32_t first = kNearest, arrived = 0;  // of those that come next, from the first on, as bits
+    uint32_t first = 1, arrived = 0;  // of those that come next, from the first on, as bits
     auto const wait = [&](uint32_t i) {
       if (i < first + 32 && arrived >> (i - first) & 1) return;
       first = i;
       uint32_t const next = i + lane();
-      arrived = wait_for_flags_(clock, next < spaces_.ranks, slot(next), 1);
+      arrived = wait_for_flags_(clock, next < spaces_.ranks, sum_slot_(next, part), 1);
     };
-    if (spaces_.ranks == kNearest) return;
-    wait(kNearest);
+    if (spaces_.ranks == 1) return;
+    wait(1);
     CUTE_UNROLL
-    for (int pack = 0; pack < ahead; ++pack) load(kNearest, pack);
+    for (int pack = 0; pack < ahead; ++pack) load(1, pack);
     CUTE_NO_UNROLL
-    for (uint32_t i = kNearest; i < spaces_.ranks; ++i) {
+    for (uint32_t i = 1; i < spaces_.ranks; ++i) {
       bool const last = i + 1 == spaces_.ranks;
       if (!last) wait(i + 1);
       CUTE_UNROLL
@@ -1050,6 +1142,93 @@ class Kernel {
           load(i, pack + ahead);
         } else if (!last) {
           load(i + 1, pack + ahead - kPartPacks);
+        }
+      }
+    }
+  }
+
+  // One-shot: stores the partial sum of a tile at all peers, and adds those of all ranks, in the order of ranks: so all
+  // have the same bits. Packets of 8 bytes carry 4 bytes of a sum and 4 of the epoch. A packet comes as a whole, so it needs
+  // no flag, and no fence. A thread stores two at a time. Rows that do not exist have none.
+  template <class Sums>
+  CUTE_DEVICE void exchange_sums_(Sums& sums, Clock clock, Tile const& tile, int part, int thread) const {
+    constexpr int values = 8 / sizeof(Partial), pairs = kPartN / 4 / values;  // of two packets; of packets in a row
+    constexpr int halves = kDown * 2, ahead = cute::max(1, 16 / pairs);       // ranks whose packets are read at a time
+    using Values = cutlass::Array<Partial, values>;
+    using Convert = cutlass::NumericArrayConverter<Partial, float, values>;
+    uint32_t const epoch = clock.epoch(), groups = (cute::min(int32_t(kTileM), params_.m) + 7) / 8;  // of 8 rows, of a tile
+    uint64_t const of_rank = uint64_t(parts_() / kParts) * groups * pairs * kPacketBytes;
+    auto const first_row = [&](int half) { return (half / 2 * kParts + part) * kHeight + thread / 32 * 16 + half % 2 * 8; };
+    auto const exists = [&](int half) {
+      return int32_t(tile.row * kTileM + first_row(half) + lane() / 4) < params_.m;
+    };
+    auto const at = [&](uint32_t rank, uint32_t source, int half, int pair) {
+      uint64_t const number = (uint64_t(part_(tile, 0) / kParts) * groups + first_row(half) / 8) * pairs + pair;
+      return spaces_.packet(rank, clock.buffer(), source * of_rank + number * kPacketBytes + lane() * 16);
+    };
+    auto const value = [&](int half, int pair, int i) -> float& {
+      int const number = pair * values + i;
+      return at_(sums, half / 2, number / 2 * 8, half % 2 * 2 + number % 2);
+    };
+    uint2 own[halves][pairs];
+    CUTE_UNROLL
+    for (int half = 0; half < halves; ++half) {
+      CUTE_UNROLL
+      for (int pair = 0; pair < pairs; ++pair) {
+        cutlass::Array<float, values> exact;
+        CUTE_UNROLL
+        for (int i = 0; i < values; ++i) exact[i] = value(half, pair, i);
+        auto const rounded = Convert::convert(exact);
+        own[half][pair] = reinterpret_cast<uint2 const&>(rounded);
+      }
+    }
+    for (uint32_t distance = 1; distance < spaces_.ranks && !mute_; ++distance) {
+      CUTE_UNROLL
+      for (int half = 0; half < halves; ++half) {
+        if (!exists(half)) continue;
+        CUTE_UNROLL
+        for (int pair = 0; pair < pairs; ++pair) {
+          uint2 const words = own[half][pair];
+          Packets{words.x, words.y, epoch}.store(at(rank_at_(distance), spaces_.rank, half, pair));
+        }
+      }
+    }
+    CUTE_UNROLL
+    for (int half = 0; half < halves; ++half) {
+      if (!exists(half)) continue;
+      CUTE_UNROLL
+      for (int i = 0; i < pairs * values; ++i) value(half, 0, i) = 0.0f;
+      CUTE_NO_UNROLL
+      for (uint32_t first = 0; first < spaces_.ranks; first += ahead) {
+        Packets found[ahead][pairs];
+        auto const load = [&](uint32_t i) {
+          CUTE_UNROLL
+          for (int pair = 0; pair < pairs; ++pair) found[i][pair].load(at(spaces_.rank, first + i, half, pair));
+        };
+        CUTE_UNROLL
+        for (uint32_t i = 0; i < ahead; ++i) {
+          if (first + i < spaces_.ranks && first + i != spaces_.rank) load(i);
+        }
+        CUTE_UNROLL
+        for (uint32_t i = 0; i < ahead; ++i) {
+          if (first + i >= spaces_.ranks) break;
+          bool const received = first + i != spaces_.rank;
+          bool lost = false;
+          for (uint32_t spins = 1; received && !lost; ++spins) {
+            bool arrived = true;
+            CUTE_UNROLL
+            for (int pair = 0; pair < pairs; ++pair) arrived &= found[i][pair].are_of(epoch);
+            if (arrived) break;
+            lost = spaces_.ends_(spins);
+            load(i);
+          }
+          CUTE_UNROLL
+          for (int pair = 0; pair < pairs; ++pair) {
+            uint2 const words = received ? found[i][pair].data() : own[half][pair];
+            auto const& addends = reinterpret_cast<Values const&>(words);
+            CUTE_UNROLL
+            for (int j = 0; j < values; ++j) value(half, pair, j) += lost ? __int_as_float(0x7fffffff) : float(addends[j]);
+          }
         }
       }
     }
@@ -1096,22 +1275,25 @@ class Kernel {
   CUTE_DEVICE void add_terms_(Sums& sums, Tile const& tile, int part, int thread) const {
     Terms const& terms = params_.terms;
     if (!terms.bias && !terms.c) return;
-    int32_t const first_row = kOneD || by_columns_() ? 0 : rank_at_(tile.distance) * params_.m;
+    int32_t const first_row = kOneD || by_columns_() ? -first_own_row_() : matrix_(tile.distance) * params_.m;
     int64_t const shift = by_columns_() ? int64_t(rank_at_(tile.distance)) * params_.n : 0;  // of columns
     int32_t const first = tile.row * kTileM + part * kHeight + thread / 32 * 16 + thread % 32 / 4;
     int32_t const first_column = tile.column * kTileN + thread % 4 * 2;
+    auto const row_of = [&](int j) { return first + j / 2 * kParts * kHeight + j % 2 * 8; };  // 8 apart, of each subtile
+    bool is_in_d[kDown * 2];
+    CUTE_UNROLL
+    for (int j = 0; j < kDown * 2; ++j) is_in_d[j] = scatters_() ? own_rows_(row_of(j), 1) : row_of(j) < params_.m;
     CUTE_UNROLL
     for (int i = 0; i < kTileN / 4; ++i) {  // two neighbours in every 8 columns
       int32_t const column = first_column + i / 2 * 8 + i % 2;
       if (column >= params_.n) continue;
       float const bias = terms.bias ? float(terms.bias[shift + column]) : 0.0f;
       CUTE_UNROLL
-      for (int j = 0; j < kDown * 2; ++j) {  // rows, 8 apart, of each subtile
-        int32_t const row = first + j / 2 * kParts * kHeight + j % 2 * 8;
+      for (int j = 0; j < kDown * 2; ++j) {
         float& sum = at_(sums, j / 2, i / 2 * 8, j % 2 * 2 + i % 2);
         sum += bias;
-        if (terms.c && row < params_.m) {
-          sum += terms.beta * float(terms.c[(first_row + row) * terms.c_stride + shift + column]);
+        if (terms.c && is_in_d[j]) {
+          sum += terms.beta * float(terms.c[(first_row + row_of(j)) * terms.c_stride + shift + column]);
         }
       }
     }
@@ -1168,9 +1350,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
 DG_FACTS{
     DG_KERNEL(kThreads, sizeof(Storage) + kAlignment),
     // params.py has the same structs.
-    DG_FIELD(received), DG_FIELD(gathered), DG_FIELD(order.lead), DG_FIELD(order.distances), DG_FIELD(pieces.group),
-    DG_FIELD(workspaces.slots_of_buffer), DG_FIELD(workspaces.executable), DG_FIELD(workspaces.epochs_a_replay),
+    DG_FIELD(received), DG_FIELD(gathered), DG_FIELD(order.lead), DG_FIELD(order.distances), DG_FIELD(pieces.distances),
+    DG_FIELD(workspaces.packets_of_buffer), DG_FIELD(workspaces.executable), DG_FIELD(workspaces.epochs_a_replay),
     DG_FIELD(terms.beta), DG_FIELD(terms.c_stride), DG_FIELD(shard), DG_FIELD(gathered_at), DG_FIELD(gathered_stride), DG_FIELD(k),
+    DG_FIELD(rank_rows), DG_FIELD(box_m), DG_FIELD(loaded_m),
     DG_FIELD(slices), DG_FIELD(picoseconds_per_kib), DG_FIELD(by_columns),
     DG_NUMBER("control.dead", offsetof(Control, dead)), DG_NUMBER("control.begun", offsetof(Control, begun)),
     DG_NUMBER("control", sizeof(Control))};

@@ -30,11 +30,10 @@ CUTE_HOST_DEVICE uint32_t divide(uint32_t n, uint32_t d) {
 }
 
 struct TileOrder {
-  uint32_t ranks;             // whose shards are multiplied: 1 where each rank owns all tiles
+  uint32_t shards;            // whose tiles are multiplied: of all ranks, or one alone
   uint32_t blocks, columns;   // of clusters in a shard
   uint32_t group;             // rows of clusters that are multiplied in turn
   uint32_t lead;              // by so many units own tiles come earlier (a gather) or later (a reduction) than others
-  uint32_t shards;            // whose tiles are multiplied: of all ranks, or only of this one
   uint8_t distances[kRanks];  // of the other shards, in order
 
   CUTE_HOST_DEVICE uint32_t units() const { return blocks * columns; }
@@ -42,11 +41,11 @@ struct TileOrder {
 
   template <bool kOwnFirst>
   CUTE_HOST_DEVICE TileCluster at(uint32_t ticket) const {
-    uint32_t const others = ranks - 1, alone = kOwnFirst ? lead : lead * others, both = (units() - lead) * ranks;
+    uint32_t const others = shards - 1, alone = kOwnFirst ? lead : lead * others, both = (units() - lead) * shards;
     if (ticket < alone) return kOwnFirst ? own_(ticket) : others_(0, ticket);
     ticket -= alone;
     if (ticket < both) {
-      uint32_t const unit = divide(ticket, ranks), i = ticket - unit * ranks;
+      uint32_t const unit = divide(ticket, shards), i = ticket - unit * shards;
       if (kOwnFirst) return i < others ? other_(unit, i) : own_(unit + lead);
       return i < others ? other_(unit + lead, i) : own_(unit);
     }
@@ -65,8 +64,8 @@ struct TileOrder {
  private:
   // Number `number` of the tiles of other shards, from a unit on.
   CUTE_HOST_DEVICE TileCluster others_(uint32_t unit, uint32_t number) const {
-    uint32_t const units = divide(number, ranks - 1);
-    return other_(unit + units, number - units * (ranks - 1));
+    uint32_t const units = divide(number, shards - 1);
+    return other_(unit + units, number - units * (shards - 1));
   }
   CUTE_HOST_DEVICE TileCluster own_(uint32_t unit) const { return of_unit(0, unit); }
   CUTE_HOST_DEVICE TileCluster other_(uint32_t unit, uint32_t i) const { return of_unit(distances[i], unit); }
@@ -74,7 +73,7 @@ struct TileOrder {
 
 // A piece of a rank's shard, for one receiver: a slice along k of some rows.
 struct Piece {
-  uint32_t distance, row, slice;  // the receiver is the rank so far before the sender
+  uint32_t distance, row, slice;  // the receiver is the rank so far before the sender, or the sender itself
 };
 
 // A slice along k of a tile's sum.
@@ -85,31 +84,33 @@ struct Slice {
 struct PieceOrder {
   uint32_t rows, slices;  // rows of pieces in a shard, and slices of each
   uint32_t group;         // rows of pieces whose slices are sent in turn
+  uint32_t receivers;
+  uint8_t distances[kRanks];  // of the receivers: the other ranks; and behind them 0, this one, where tiles span shards
 
-  CUTE_HOST_DEVICE uint32_t pieces(TileOrder const& order) const { return (order.ranks - 1) * rows * slices; }
+  CUTE_HOST_DEVICE uint32_t pieces() const { return receivers * rows * slices; }
 
-  CUTE_HOST_DEVICE Piece at(TileOrder const& order, uint32_t number) const {
-    uint32_t const others = order.ranks - 1, receiver = number % others, place = number / others;
+  CUTE_HOST_DEVICE Piece at(uint32_t number) const {
+    uint32_t const receiver = number % receivers, place = number / receivers;
     uint32_t const first = place / (group * slices) * group, left = rows - first;
     uint32_t const size = group < left ? group : left, within = place - first * slices;
-    return {order.distances[receiver], first + within % size, within / size};
+    return {distances[receiver], first + within % size, within / size};
   }
 
   // Number `number` of the slices of a sum over the columns of all ranks: own ones, then others as they are sent.
-  CUTE_HOST_DEVICE Slice slice_of_sum(TileOrder const& order, uint32_t number) const {
+  CUTE_HOST_DEVICE Slice slice_of_sum(uint32_t number) const {
     if (number < slices) return {0, number};
-    uint32_t const others = order.ranks - 1, slice = divide(number - slices, others);
-    return {order.distances[number - slices - slice * others], slice};
+    uint32_t const slice = divide(number - slices, receivers);
+    return {distances[number - slices - slice * receivers], slice};
   }
 
   // Number `number` of the stages of such a sum: whose columns it has, and which of their stages it is. Each rank's have
   // `depth` stages, and `size` of them are a slice; the last slice may have fewer.
-  CUTE_HOST_DEVICE Slice stage_of_sum(TileOrder const& order, uint32_t depth, uint32_t size, uint32_t number) const {
+  CUTE_HOST_DEVICE Slice stage_of_sum(uint32_t depth, uint32_t size, uint32_t number) const {
     if (number < depth) return {0, number};
-    uint32_t const others = order.ranks - 1, rest = number - depth, first = rest / (others * size) * size;
+    uint32_t const rest = number - depth, first = rest / (receivers * size) * size;
     uint32_t const left = depth - first, stages = size < left ? size : left;
-    uint32_t const within = rest - first * others, peer = within / stages;
-    return {order.distances[peer], first + within - peer * stages};
+    uint32_t const within = rest - first * receivers, peer = within / stages;
+    return {distances[peer], first + within - peer * stages};
   }
 };
 

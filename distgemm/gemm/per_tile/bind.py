@@ -6,29 +6,67 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from distgemm.gemm.per_tile import params as structs
 from distgemm.gemm.per_tile.epochs import TICKET_BITS
-from distgemm.gemm.per_tile.kernel import BYTES, PIECE_BYTES, PIECE_ROWS, SUBTILE_ROWS, KernelTraits
+from distgemm.gemm.per_tile.kernel import (
+    BYTES,
+    PIECE_BYTES,
+    PIECE_ROWS,
+    SUBTILE_ROWS,
+    SWIZZLE_ROWS,
+    WARP_ROWS,
+    KernelTraits,
+)
 from distgemm.gemm.per_tile.order import PieceOrder, TileOrder
-from distgemm.schedulers import Pattern
 
-__all__ = ["RATES", "RankGemm", "Space", "params_of"]
+__all__ = ["LANES", "Matrices", "RankGemm", "Space", "may_span", "params_of"]
 
 SLOT_ALIGNMENT = 1024
 MAX_TICKETS = 1 << TICKET_BITS
+PACKET_ROWS = 8
+"""Rows whose packets a warp stores together."""
+LANES = 32
+"""Of a warp, each of which reads a flag."""
 SMS = 132
 """SMs of a GPU that the order of tiles is made for."""
-RATES: dict[Pattern, float] = {
-    "ag+gemm": 340.0,
-    "gemm+rs": 360.0,
-    "gemm+ar": 360.0,
-    "gemm+a2a": 360.0,
-    "a2a+gemm": 340.0,
-}
-"""GB/s at which a kernel's stores to peers leave: a little less than the NVLink of a Hopper GPU takes."""
+
+
+class Matrices(NamedTuple):
+    """Equal matrices that are a tensor: one for each shard, or one alone.
+
+    Attributes:
+        rows: of each.
+        columns: of each.
+        number: how many.
+        beside: whether they lie beside each other, and not above each other.
+    """
+
+    rows: int
+    columns: int
+    number: int = 1
+    beside: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the tensor."""
+        if self.beside:
+            return self.rows, self.columns * self.number
+        return self.rows * self.number, self.columns
+
+
+def may_span(traits: KernelTraits, ranks: int, rows: int) -> bool:
+    """Whether tiles of a kernel span the shards of so many ranks, of so many rows each: fewer than a cluster has."""
+    height = traits.tile[0]
+    if traits.pattern not in {"ag+gemm", "gemm+rs"} or ranks == 1 or not 0 < rows < height * traits.cluster[0]:
+        return False
+    if traits.gathers:  # the flags of a slice are read by one warp
+        shards = min(ranks, -(-(height - 1) // rows) + 1)
+        return shards * -(-rows // PIECE_ROWS) <= LANES
+    return rows % WARP_ROWS == 0 and traits.sums_have_rows
 
 
 @dataclass(frozen=True)
@@ -39,7 +77,8 @@ class RankGemm:
         traits: of the kernel.
         distances: of the other ranks' shards, in the order in which they are multiplied.
         m: rows of a shard. A shard has the rows of a rank; for "gemm+a2a" this rank's rows and the columns of a rank;
-            in a one-shot all-reduce all of D, as each rank owns all tiles.
+            in a one-shot all-reduce all of D, as each rank owns all tiles; and where tiles span shards, those of all
+            ranks.
         n: columns of D on a rank.
         k: columns of A on a rank.
         group: rows of clusters that are multiplied in turn; 0: so many that tiles at a time span as many rows as
@@ -47,9 +86,12 @@ class RankGemm:
         lead: units by which own tiles come earlier or later than others; None: so many that they seldom wait.
         by_columns: of "gemm+ar", whether a shard is n columns of D with all m rows of it. B then is read once, and not
             once for each shard of rows, so this is for few rows.
+        spans: whether tiles of "ag+gemm" or "gemm+rs" span shards: they have the rows of several ranks, and all of D is
+            one shard. B then is read once, so this is for few rows, too.
 
     Raises:
-        ValueError: for more tiles than there are tickets, and for shards of columns with another pattern.
+        ValueError: for more tiles than there are tickets, for shards of columns with another pattern, and for tiles
+            that cannot span shards.
     """
 
     traits: KernelTraits
@@ -60,10 +102,22 @@ class RankGemm:
     group: int = 0
     lead: int | None = None
     by_columns: bool = False
+    spans: bool = False
 
     def __post_init__(self) -> None:
         if self.by_columns and self.traits.pattern != "gemm+ar":
             raise ValueError(f'only shards of "gemm+ar" may be columns, got {self.traits.pattern!r}')
+        if self.spans and (self.m % self.ranks or not may_span(self.traits, self.ranks, self.rank_rows)):
+            raise ValueError(
+                f"tiles that span shards have equal shards of fewer rows than a cluster, with at most {LANES} pieces "
+                f"in them, and a reduction's shards have multiples of {WARP_ROWS} rows; got {self.m} rows of "
+                f"{self.ranks} ranks for {self.traits.name}"
+            )
+
+    @property
+    def rank_rows(self) -> int:
+        """Of the rows of a shard, those of a rank."""
+        return self.m // self.ranks if self.spans else self.m
 
     @cached_property
     def order(self) -> TileOrder:
@@ -73,13 +127,13 @@ class RankGemm:
         blocks, columns = -(-self.m // height), -(-self.n // width)
         at_once = SMS // (traits.cluster[0] * traits.cluster[1])
         to_owners, from_holders = traits.pattern == "gemm+a2a", traits.pattern == "a2a+gemm"
-        one = to_owners or from_holders or self.by_columns or traits.one_shot
+        one = to_owners or from_holders or self.by_columns or traits.one_shot or self.spans
         shards = 1 if one else self.ranks  # whose rows are multiplied at a time
         group = self.group or max(1, min(blocks, round(math.sqrt(at_once * width / height) / shards)))
         usual = blocks * columns if traits.gathers or to_owners else -(-2 * at_once // self.ranks)
-        lead = min(blocks * columns, usual if self.lead is None or from_holders else self.lead)
-        distances, lead = ((), 0) if traits.one_shot else (self.distances, lead)
-        order = TileOrder(distances, blocks, columns, group, lead, traits.gathers, from_holders)
+        lead = min(blocks * columns, usual if self.lead is None else self.lead)
+        distances, lead = ((), 0) if from_holders or traits.one_shot or self.spans else (self.distances, lead)
+        order = TileOrder(distances, blocks, columns, group, lead, traits.gathers)
         if order.clusters + 1024 > MAX_TICKETS:
             raise ValueError(f"a kernel has at most {MAX_TICKETS} clusters of tiles, got {order.clusters}")
         return order
@@ -88,17 +142,37 @@ class RankGemm:
     def pieces(self) -> PieceOrder:
         """The order of pieces of a gather: rows whose tiles are multiplied at a time are sent in turn."""
         traits, order = self.traits, self.order
-        rows = -(-self.m // PIECE_ROWS)
+        rows = -(-self.rank_rows // PIECE_ROWS)
         slices = -(-self.k * BYTES[traits.dtype] // PIECE_BYTES)
         at_once = SMS // (traits.cluster[0] * traits.cluster[1]) // (max(order.shards - 1, 1) * order.columns)
         blocks = max(order.group, min(order.blocks, at_once))
         together = blocks * traits.cluster[0] * traits.tile[0] // PIECE_ROWS
-        return PieceOrder(self.distances, rows, slices, together)
+        return PieceOrder(self.distances, rows, slices, together, self.spans)
 
     @property
     def ranks(self) -> int:
         """Number of ranks."""
         return len(self.distances) + 1
+
+    @property
+    def matrices(self) -> dict[str, Matrices]:
+        """The tensors of a rank: "a", "b", "d", and "gathered", all of A that it multiplies, if it receives some."""
+        pattern, ranks, m, n, k = self.traits.pattern, self.ranks, self.m, self.n, self.k
+        if pattern == "ag+gemm":
+            count = 1 if self.spans else ranks
+            found = {"a": Matrices(self.rank_rows, k), "d": Matrices(m, n, count), "gathered": Matrices(m, k, count)}
+        elif pattern == "gemm+a2a":
+            found = {"a": Matrices(m, k), "b": Matrices(n, k, ranks), "d": Matrices(m, n, ranks)}
+        elif pattern == "a2a+gemm":
+            beside = Matrices(m, k, ranks, beside=True)
+            found = {"a": Matrices(m, k, ranks), "b": beside._replace(rows=n), "d": Matrices(m, n), "gathered": beside}
+        elif self.by_columns:
+            found = {"a": Matrices(m, k), "b": Matrices(n, k, ranks), "d": Matrices(m, n, ranks, beside=True)}
+        elif self.traits.one_shot or self.spans:
+            found = {"a": Matrices(m, k), "d": Matrices(self.rank_rows, n)}
+        else:
+            found = {"a": Matrices(m, k, ranks), "d": Matrices(m, n, 1 if pattern == "gemm+rs" else ranks)}
+        return {"b": Matrices(n, k), **found}
 
     @property
     def parts(self) -> int:
@@ -112,34 +186,39 @@ class RankGemm:
         if self.traits.gathers:
             return self.pieces.pieces
         if self.traits.one_shot:
-            return self.ranks * self.parts
+            return 0
         return (self.ranks - 1) * self.parts * (2 if self.traits.pattern == "gemm+ar" else 1)
 
-    def slot_of(self, number: int) -> tuple[int, str]:
+    def slot_of(self, number: int, rank: int) -> tuple[int, str]:
         """What a flag guards.
 
         Args:
             number: of the flag in its buffer.
+            rank: in whose memory it is.
 
         Returns:
-            The distance of the rank that sets it, 0 for this one, and in words what comes from there.
+            The rank that sets it, and in words what comes from there.
         """
+        distance, what = self._slot_of(number, rank)
+        return (rank + distance) % self.ranks, what
+
+    def _slot_of(self, number: int, rank: int) -> tuple[int, str]:
         traits = self.traits
         if traits.gathers:
             rest, piece = divmod(number, self.pieces.slices)
-            distance, row = divmod(rest, self.pieces.rows)
+            shard, row = divmod(rest, self.pieces.rows)
             first = row * PIECE_ROWS
-            rows = f"rows {first} to {min(first + PIECE_ROWS, self.m) - 1}"
+            rows = f"rows {first} to {min(first + PIECE_ROWS, self.rank_rows) - 1}"
             if traits.pattern == "a2a+gemm":
-                return distance + 1, f"slice {piece} of its columns of A, for {rows} of this rank's rows"
-            return distance + 1, f"slice {piece} of k, for {rows} of its shard of A"
+                return shard + 1, f"slice {piece} of its columns of A, for {rows} of this rank's rows"
+            return shard - rank if self.spans else shard + 1, f"slice {piece} of k, for {rows} of its shard of A"
         rest, part = divmod(number, self.parts)
         row, column = divmod(part // traits.parts, self.order.columns * traits.cluster[1])
-        if traits.one_shot:
-            return rest, f"the partial sum of tile ({row}, {column}) of D"
         result, distance = divmod(rest, self.ranks - 1)
         if traits.pattern == "gemm+a2a":
             return distance + 1, f"the result of tile ({row}, {column}) of its rows of this rank's columns of D"
+        if self.spans:
+            return distance + 1, f"the partial sum of this rank's rows of tile ({row}, {column}) of D"
         what, whose = ("result", "its") if result else ("partial sum", "this rank's")
         return distance + 1, f"the {what} of tile ({row}, {column}) of {whose} shard of D"
 
@@ -147,8 +226,31 @@ class RankGemm:
     def slot_bytes(self) -> int:
         """Bytes of slots in each buffer of a workspace."""
         if self.traits.gathers:
-            return (self.ranks - 1) * self.m * self.k * BYTES[self.traits.dtype]
+            return len(self.pieces.receivers) * self.rank_rows * self.k * BYTES[self.traits.dtype]
         return self.flags * self.traits.part_bytes
+
+    @property
+    def packet_bytes(self) -> int:
+        """Bytes of packets in each buffer of a workspace: twice those of the partial sums of all ranks."""
+        traits = self.traits
+        if not traits.one_shot:
+            return 0
+        tiles, rows = self.parts // traits.parts, min(traits.tile[0], -(-self.m // PACKET_ROWS) * PACKET_ROWS)
+        return 2 * self.ranks * tiles * rows * traits.tile[1] * BYTES[traits.partial_dtype]
+
+    @property
+    def loaded_rows(self) -> tuple[int, int]:
+        """Rows of A in a box that a thread block loads into a stage, and rows from one box to the next.
+
+        Thread blocks of a cluster divide the rows of a tile, or of a shard that has fewer. To load a row that does not
+        exist takes as long.
+        """
+        rows, blocks = self.traits.shares[0]
+        if self.traits.a_major == "m":  # a box has all rows
+            return rows, rows
+        step = SWIZZLE_ROWS * blocks
+        apart = min(rows, -(-self.m // step) * step) // blocks
+        return min(apart, self.m), apart
 
 
 @dataclass(frozen=True)
@@ -160,12 +262,14 @@ class Space:
         rank: this rank.
         flags: number of flags in each buffer.
         slot_bytes: bytes of slots in each buffer.
+        packet_bytes: bytes of packets in each buffer.
     """
 
     bases: Sequence[int]
     rank: int
     flags: int
     slot_bytes: int
+    packet_bytes: int = 0
 
     @property
     def flags_at(self) -> int:
@@ -183,9 +287,14 @@ class Space:
         return -(-self.slot_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
     @property
+    def packets_at(self) -> int:
+        """Offset of the packets."""
+        return self.slots_at + 2 * self.slots_of_buffer
+
+    @property
     def size(self) -> int:
         """Bytes of a workspace."""
-        return self.slots_at + 2 * self.slots_of_buffer
+        return self.packets_at + 2 * self.packet_bytes
 
 
 def params_of(
@@ -209,17 +318,14 @@ def params_of(
     Args:
         gemm: what is multiplied.
         space: the workspaces.
-        a: this rank's A: (m, k) for an all-gather, "gemm+a2a", a one-shot all-reduce and shards of columns, else
-            (ranks * m, k).
-        b: (n, k), for "gemm+a2a" and shards of columns (ranks * n, k), for "a2a+gemm" (n, ranks * k).
-        d: (ranks * m, n), for a reduce-scatter, "a2a+gemm" and a one-shot all-reduce (m, n), for shards of columns
-            (m, ranks * n).
+        a: A, of the shape that ``gemm.matrices`` gives, as are B, D, C and ``gathered``.
+        b: B.
+        d: D.
         alpha: factor of the product.
-        bias: (n,), for shards of columns (ranks * n,).
-        c: of D's shape.
+        bias: a number for each column of D.
+        c: C, of D's shape.
         beta: factor of C.
-        gathered: (ranks * m, k), for "a2a+gemm" (m, ranks * k), where all of A goes that this rank multiplies; for
-            shards that have contiguous rows.
+        gathered: where all of A goes that this rank multiplies; for shards that have contiguous rows.
         gb_per_s: rate at which stores to peers leave; 0: without a limit.
         executable: its number, by which the watchdog knows it.
         epochs_a_replay: by how much a replay raises the epoch.
@@ -227,33 +333,33 @@ def params_of(
     Raises:
         ValueError: for tensors that TMA cannot copy.
     """
-    traits, ranks, m = gemm.traits, gemm.ranks, gemm.m
-    to_owners, from_holders = traits.pattern == "gemm+a2a", traits.pattern == "a2a+gemm"
-    one_a = traits.pattern in {"ag+gemm", "gemm+a2a"} or gemm.by_columns or traits.one_shot
-    one_d = traits.pattern in {"gemm+rs", "a2a+gemm"} or traits.one_shot
+    traits, of = gemm.traits, gemm.matrices
     share_a, share_b = (extent // blocks for extent, blocks in traits.shares)
+    if traits.a_major == "k":
+        share_a = gemm.loaded_rows[0]
     params = structs.Params.new()
-    _describe(params.a, "A", a, traits.dtype, m, 1 if one_a else ranks, share_a, traits.a_major == "k")
-    of_b = (gemm.k, ranks) if from_holders else (gemm.n, ranks if to_owners or gemm.by_columns else 1)
-    _describe(params.b, "B", b, traits.dtype, *of_b, share_b, traits.b_major == "k", from_holders)
-    of_d = (gemm.n if gemm.by_columns else m, 1 if one_d else ranks, SUBTILE_ROWS, True, gemm.by_columns)
-    _describe(params.d, "D", d, traits.out_dtype, *of_d)
+    _describe(params.a, "A", a, traits.dtype, of["a"], share_a, traits.a_major == "k")
+    _describe(params.b, "B", b, traits.dtype, of["b"], share_b, traits.b_major == "k")
+    rows_of_d = WARP_ROWS if gemm.spans and not traits.gathers else SUBTILE_ROWS  # that are stored at a time
+    _describe(params.d, "D", d, traits.out_dtype, of["d"], rows_of_d)
     if traits.gathers:
+        extents = (gemm.k, gemm.m, 1 if gemm.spans else max(gemm.ranks - 1, 1))
         for buffer, descriptor in enumerate(params.received):
             slots = space.bases[space.rank] + space.slots_at + buffer * space.slots_of_buffer
-            extents = (gemm.k, m, max(ranks - 1, 1))
-            structs.describe(descriptor, "the received A", slots, traits.dtype, extents, gemm.k, m * gemm.k, share_a)
+            structs.describe(
+                descriptor, "the received A", slots, traits.dtype, extents, gemm.k, gemm.m * gemm.k, share_a
+            )
         params.pieces = structs.Pieces.of(gemm.pieces)
     if gathered is not None:
-        of_gathered = (gemm.k if from_holders else m, ranks, traits.tile[0], True, from_holders)
-        _describe(params.gathered, "the gathered A", gathered, traits.dtype, *of_gathered)
+        _describe(params.gathered, "the gathered A", gathered, traits.dtype, of["gathered"], traits.tile[0])
         params.gathered_at, params.gathered_stride = gathered.data_ptr(), pitch_of(gathered)
     params.order = structs.Order.of(gemm.order)
     spaces = params.workspaces
-    spaces.base[:ranks] = list(space.bases)
+    spaces.base[: gemm.ranks] = list(space.bases)
     spaces.flags, spaces.flags_of_buffer = space.flags_at, space.flags * 8
     spaces.slots, spaces.slots_of_buffer = space.slots_at, space.slots_of_buffer
-    spaces.rank, spaces.ranks, spaces.executable = space.rank, ranks, executable
+    spaces.packets, spaces.packets_of_buffer = space.packets_at, space.packet_bytes
+    spaces.rank, spaces.ranks, spaces.executable = space.rank, gemm.ranks, executable
     spaces.epochs_a_replay = epochs_a_replay
     terms = params.terms
     terms.alpha, terms.beta = alpha, beta
@@ -267,7 +373,8 @@ def params_of(
         terms.c, terms.c_stride = c.data_ptr(), c.stride(0)
     params.shard, params.shard_stride = a.data_ptr(), pitch_of(a)
     params.m, params.n, params.k, params.slices = gemm.m, gemm.n, gemm.k, gemm.pieces.slices
-    params.by_columns = gemm.by_columns
+    params.rank_rows, params.by_columns = gemm.rank_rows, gemm.by_columns
+    params.box_m, params.loaded_m = gemm.loaded_rows
     params.picoseconds_per_kib = round(1024 * 1000 / gb_per_s) if gb_per_s else 0
     return params
 
@@ -277,22 +384,17 @@ def _describe(
     name: str,
     x: torch.Tensor,
     dtype: str,
-    extent: int,
-    matrices: int,
+    matrices: Matrices,
     share: int,
     by_rows: bool = True,
-    beside: bool = False,
 ) -> None:
-    """The descriptor of a tensor of equal matrices, of `extent` rows each, or, beside each other, of so many columns.
-
-    Its rows are contiguous, or its columns. A box has so many of them: the share.
-    """
+    """The descriptor of a tensor of matrices, with contiguous rows or columns. A box has so many of them: the share."""
     if x.stride(int(by_rows)) != 1:
         raise ValueError(f"{'rows' if by_rows else 'columns'} of {name} are contiguous, got strides {x.stride()}")
-    shape = (x.shape[0], extent) if beside else (extent, x.shape[1])
+    rows, columns, number, beside = matrices
     pitch = pitch_of(x) if by_rows else x.stride(1)
-    matrix_pitch = extent * (pitch if by_rows != beside else 1)
-    extents = (*(reversed(shape) if by_rows else shape), matrices)
+    matrix_pitch = (columns if beside else rows) * (pitch if by_rows != beside else 1)
+    extents = (columns, rows, number) if by_rows else (rows, columns, number)
     structs.describe(descriptor, name, x.data_ptr(), dtype, extents, pitch, matrix_pitch, share)
 
 

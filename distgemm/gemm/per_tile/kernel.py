@@ -10,15 +10,15 @@ from typing import Literal
 import torch
 
 from distgemm.gemm.cubins import open_cubin
+from distgemm.gemm.cutlass import ELEMENTS
 from distgemm.gemm.nvcc import KernelSource
 from distgemm.gemm.per_tile.params import LINE, Params
 from distgemm.gemm.spec import GemmConfig
 from distgemm.schedulers import Pattern
 
-__all__ = ["BYTES", "GATHERING", "PIECE_BYTES", "PIECE_ROWS", "SUBTILE_ROWS", "KernelTraits", "Launch"]
+__all__ = ["BYTES", "GATHERING", "PIECE_BYTES", "PIECE_ROWS", "SUBTILE_ROWS", "WARP_ROWS", "KernelTraits", "Launch"]
 
 PATTERN_NUMBERS: dict[Pattern, int] = {"ag+gemm": 1, "gemm+rs": 2, "gemm+ar": 3, "gemm+a2a": 4, "a2a+gemm": 5}
-CUTLASS_TYPES = {"bfloat16": "cutlass::bfloat16_t", "float16": "cutlass::half_t", "float32": "float"}
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of an element."""
 
@@ -30,6 +30,8 @@ RESERVED_BYTES = 2 << 10
 GROUPS = 2
 """Warp groups that multiply."""
 SUBTILE_ROWS = 64
+WARP_ROWS = 16
+"""Of these, rows of a warp."""
 SUBTILE_BYTES = SUBTILE_ROWS * LINE
 """Bytes of what warps pass to each other at a time."""
 PIECE_BYTES = 512
@@ -41,14 +43,10 @@ COLUMNS = range(64, 257, 32)
 """Columns of a tile: a subtile of D has 64, and the last one may overlap the one before."""
 SWIZZLE_ROWS = 8
 """Rows whose swizzle repeats: a thread block loads multiples of them."""
-MAX_PART: dict[Pattern, int] = {
-    "ag+gemm": 128 * 192,
-    "gemm+rs": 128 * 128,
-    "gemm+ar": 128 * 128,
-    "gemm+a2a": 128 * 192,
-    "a2a+gemm": 128 * 192,
-}
-"""Accumulators of a warp group that fit into its registers. Reductions also need registers for what they add."""
+MAX_PART, MAX_ADDING_PART = 128 * 192, 128 * 128
+"""Accumulators of a warp group that fit into its registers; of reductions, which also need some for what they add."""
+SEND_GB_PER_S, STORE_GB_PER_S = 340.0, 360.0
+"""Rates at which pieces, and tiles, leave for peers: a little less than the NVLink of a Hopper GPU takes."""
 GATHERING: tuple[Pattern, ...] = ("ag+gemm", "a2a+gemm")
 """Patterns whose tiles wait for slices of A in slots, to which a warp of each peer sends its shard."""
 TAKING: tuple[Pattern, ...] = ("gemm+ar", "gemm+a2a")
@@ -106,7 +104,7 @@ class KernelTraits:
         if self.pattern == "gemm+a2a" and self.out_dtype != self.partial_dtype:
             raise ValueError(f"slots have results in {self.out_dtype}, and no partial sums in {self.partial_dtype}")
         rows, columns = self.tile[0] // self.parts, self.tile[1]
-        most = MAX_PART[self.pattern]
+        most = MAX_ADDING_PART if self.pattern in {"gemm+rs", "gemm+ar"} else MAX_PART
         if self.tile[0] % self.parts or rows not in {64, 128} or columns not in COLUMNS or rows * columns > most:
             raise ValueError(
                 f"a warp group of {self.pattern} has 64 or 128 rows of a tile and {COLUMNS.start} to {COLUMNS[-1]} "
@@ -130,6 +128,11 @@ class KernelTraits:
     def gathers(self) -> bool:
         """Whether slices of A come from peers: of their rows, or of their columns of this rank's rows."""
         return self.pattern in GATHERING
+
+    @property
+    def gb_per_s(self) -> float:
+        """The rate at which its stores to peers leave."""
+        return SEND_GB_PER_S if self.gathers else STORE_GB_PER_S
 
     @property
     def stages(self) -> int:
@@ -166,6 +169,13 @@ class KernelTraits:
         return 1 if self.pingpong else GROUPS
 
     @property
+    def sums_have_rows(self) -> bool:
+        """Whether each warp has 16 rows of each subtile of a partial sum, and not of two times 64 rows."""
+        rows, columns = self.tile[0] // self.parts, self.tile[1]
+        down = rows // SUBTILE_ROWS
+        return -(-rows * columns * BYTES[self.partial_dtype] // SUBTILE_BYTES) % down == 0
+
+    @property
     def part_bytes(self) -> int:
         """Bytes of a part of a partial sum or result in a slot: whole subtiles."""
         rows, columns = self.tile[0] // self.parts, self.tile[1]
@@ -191,9 +201,9 @@ class KernelTraits:
             "DG_STAGES": self.stages,
             "DG_EPILOGUE_STAGES": self.epilogue_stages,
             "DG_SENDS": int(self.sends),
-            "DG_ELEMENT": CUTLASS_TYPES[self.dtype],
-            "DG_RESULT": CUTLASS_TYPES[self.out_dtype],
-            "DG_PARTIAL": CUTLASS_TYPES[self.partial_dtype],
+            "DG_ELEMENT": ELEMENTS[self.dtype],
+            "DG_RESULT": ELEMENTS[self.out_dtype],
+            "DG_PARTIAL": ELEMENTS[self.partial_dtype],
             "DG_A_K_MAJOR": int(self.a_major == "k"),
             "DG_B_K_MAJOR": int(self.b_major == "k"),
         }

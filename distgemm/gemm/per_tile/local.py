@@ -54,13 +54,13 @@ class LocalRanks:
         self.devices = [rank % gpus for rank in range(gemm.ranks)]
         _give_access(gpus)
         flags = max(one.flags for one in (gemm, *others))
-        slot_bytes = max(one.slot_bytes for one in (gemm, *others))
-        layout = Space((), 0, flags, slot_bytes)
+        sizes = flags, *(max(getattr(one, name) for one in (gemm, *others)) for name in ("slot_bytes", "packet_bytes"))
+        layout = Space((), 0, *sizes)
         self.memory: list[torch.Tensor] = []
         for device in self.devices:  # slots are NaN, and flags have no epoch
             self.memory.append(torch.full((layout.size,), 0xFF, dtype=torch.uint8, device=device))
         bases = [memory.data_ptr() for memory in self.memory]
-        self.spaces = [Space(bases, rank, flags, slot_bytes) for rank in range(gemm.ranks)]
+        self.spaces = [Space(bases, rank, *sizes) for rank in range(gemm.ranks)]
         control = Control(clock=epoch << TICKET_BITS)
         control.begun[: gemm.ranks] = [(epoch - 1) % EPOCHS] * gemm.ranks
         for memory in self.memory:

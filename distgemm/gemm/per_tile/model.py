@@ -14,8 +14,16 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from distgemm.gemm.per_tile.bind import RATES, RankGemm
-from distgemm.gemm.per_tile.kernel import BYTES, PIECE_BYTES, PIECE_ROWS, SUBTILE_BYTES
+from distgemm.gemm.per_tile.bind import RankGemm
+from distgemm.gemm.per_tile.kernel import (
+    BYTES,
+    PIECE_BYTES,
+    PIECE_ROWS,
+    SEND_GB_PER_S,
+    STORE_GB_PER_S,
+    SUBTILE_BYTES,
+    WARP_ROWS,
+)
 from distgemm.gemm.per_tile.order import TileCluster
 from distgemm.simulator.machine import MAX_FIGURE, Machine
 
@@ -54,8 +62,8 @@ TILES: Mapping[tuple[int, int], TileCosts] = MappingProxyType(
 """Fitted, but for these. 64x256: of the first kernels (``per_tile_2xh100.json``). Not measured in per-tile kernels:
 64x64 is a guess; 128x224 lies between its neighbours; 128x160 and tiles of 256 rows are to 128x192 and 128x256 as
 CUTLASS's kernels with these tiles on an H200 (:data:`distgemm.gemm.tiles.TILES`)."""
-ROWS_AT_A_TIME = 16
-"""Rows of a warp in a partial sum."""
+COOPERATIVE_US = 1.8
+"""The least overhead of a cooperative tile, whose warp groups multiply nothing meanwhile: that of 128x256."""
 MEMORY_SHARE = 0.77
 """Of the machine's rate of memory, what operands reach that several waves of tiles read. Fitted."""
 
@@ -90,8 +98,8 @@ class Costs:
     sum_subtile: float = 0.64
     write_subtile: float = 0.16
     take: float = 5.6
-    send_gb_per_s: float = RATES["ag+gemm"]
-    store_gb_per_s: float = RATES["gemm+rs"]
+    send_gb_per_s: float = SEND_GB_PER_S
+    store_gb_per_s: float = STORE_GB_PER_S
     cache: float = 50e6
 
 
@@ -132,21 +140,27 @@ def predict_per_tile(gemm: RankGemm, costs: Costs, *, arrived: bool = False) -> 
     gathers = gemm.traits.gathers
     moved = 0 if gathers and arrived else gemm.slot_bytes
     if gemm.traits.one_shot:
-        moved -= gemm.slot_bytes // gemm.ranks  # its own sums do not leave
+        moved = (gemm.ranks - 1) * gemm.parts * gemm.traits.part_bytes
+    elif gemm.spans and moved:
+        moved -= gemm.slot_bytes // gemm.ranks  # its own shard does not leave
+    if gemm.spans and not gathers:
+        moved = gemm.slot_bytes // gemm.ranks  # each peer gets its rows
     rate = costs.send_gb_per_s if gathers else costs.store_gb_per_s
     link = costs.start + moved * _stored_share(gemm) / (1e3 * rate)
     return TileTimes(_Replay(gemm, costs, arrived).run(), _Replay(gemm, at_once, arrived).run(), link)
 
 
 def _stored_share(gemm: RankGemm) -> float:
-    """The share of tiles that is stored at peers: 16 rows at a time of those that exist.
+    """The share of tiles that is stored at peers: 16 rows at a time of those that exist; in packets, twice each row.
 
     It is 1 if shards are rows: when these kernels were measured, they stored whole tiles.
     """
-    if not (gemm.traits.one_shot or gemm.by_columns):
+    if gemm.traits.gathers or not (gemm.traits.one_shot or gemm.by_columns or gemm.spans):
         return 1.0
     rows = gemm.order.blocks * gemm.traits.cluster[0] * gemm.traits.tile[0]
-    return min(1.0, -(-gemm.m // ROWS_AT_A_TIME) * ROWS_AT_A_TIME / rows)
+    if gemm.traits.one_shot:
+        return 2.0 * gemm.m / rows
+    return min(1.0, -(-gemm.m // WARP_ROWS) * WARP_ROWS / rows)
 
 
 class _Replay:
@@ -164,7 +178,7 @@ class _Replay:
         sm = rate.peak * self.tile.peak * 1e6 / costs.machine.sms
         self.k = gemm.k * (gemm.ranks if traits.pattern == "a2a+gemm" else 1)  # of a tile's sum
         self.multiply_us = max(2.0 * traits.tile[0] * traits.tile[1] * self.k / sm, costs.ticket)
-        flop = 2.0 * (1 if traits.one_shot else gemm.ranks) * gemm.m * gemm.n * gemm.k
+        flop = 2.0 * order.shards * gemm.m * gemm.n * self.k
         self.least_us = costs.start + flop / (rate.power * self.tile.power * 1e6)
         self.subtiles = traits.part_bytes // SUBTILE_BYTES
         stored = size * traits.parts * traits.part_bytes * _stored_share(gemm)
@@ -178,8 +192,9 @@ class _Replay:
         gathers, spreads, pingpong = traits.gathers, traits.pattern == "gemm+ar", traits.pingpong
         to_owners = traits.pattern == "gemm+a2a"
         write = self.subtiles * costs.write_subtile
+        high = traits.tile[0] * traits.cluster[0]
         add = (self.gemm.ranks if traits.one_shot else self.peers) * self.subtiles * costs.sum_subtile
-        operands = self._operands() if gathers and not self.arrived else {}
+        operands = self._operands() if gathers and self.peers and not self.arrived else {}
         link = end = costs.start  # when the link is free, and when all is done
         if operands:
             end += self.gemm.pieces.pieces * self._piece_us() + costs.stored
@@ -188,7 +203,7 @@ class _Replay:
         numbers, storers = [0] * self.clusters, [costs.start] * self.clusters
         sums: dict[tuple[int, int], float] = {}  # when the last sum of an own tile arrives
 
-        def store(cluster: int, ready: float, copies: int) -> tuple[float, float]:
+        def store(cluster: int, ready: float, copies: float) -> tuple[float, float]:
             """When a tile has left, and when its warp group has written all of it."""
             nonlocal link
             us = copies * self.store_us
@@ -202,9 +217,15 @@ class _Replay:
             numbers[cluster] += 1
             multiplied = max(begins, groups[cluster][group]) + max(self.multiply_us, read_us)
             multiplied = max(multiplied, operands.get((tile.distance, tile.block), 0.0))
-            free = multiplied + self.tile.overhead
+            free = multiplied + (self.tile.overhead if pingpong else max(self.tile.overhead, COOPERATIVE_US))
             if gathers or (to_owners and not tile.distance):
                 free += write
+            elif self.gemm.spans:  # the first rank has the first rows
+                left, written = store(cluster, multiplied if pingpong else free, self.peers / self.gemm.ranks)
+                arrives = 0.0 if self.arrived else left + latency
+                free = max(free + write, written)
+                if tile.block * high < self.gemm.rank_rows:
+                    free = max(free, arrives) + add + write
             elif tile.distance:
                 place = tile.block, tile.column
                 left, written = store(cluster, multiplied if pingpong else free, 1)
@@ -215,9 +236,9 @@ class _Replay:
                 else:
                     sums[place] = max(sums.get(place, 0.0), arrives)
             elif traits.one_shot:
-                left, written = store(cluster, multiplied if pingpong else free, self.peers)
-                arrives = 0.0 if self.arrived else left + latency
-                free = max(free + write, written, arrives) + add + write
+                link = max(link, free) + self.peers * self.store_us
+                arrives = 0.0 if self.arrived else link + costs.flag  # packets are flags, too
+                free = max(free, arrives) + add + write
             else:
                 free = max(free, sums.get((tile.block, tile.column), 0.0)) + add + write
                 if spreads and self.peers:
@@ -229,7 +250,9 @@ class _Replay:
         return max(end, self.least_us)
 
     def _piece_us(self) -> float:
-        return PIECE_ROWS * PIECE_BYTES / (self.costs.send_gb_per_s * 1e3)
+        """The time of a piece on the link, where a rank's own pieces do not go."""
+        size = min(PIECE_ROWS, self.gemm.rank_rows) * PIECE_BYTES * self.peers / len(self.gemm.pieces.receivers)
+        return size / (self.costs.send_gb_per_s * 1e3)
 
     def _operands(self) -> dict[tuple[int, int], float]:
         """When tiles of a block of a shard can be multiplied at the earliest, as far as pieces hold them back."""
@@ -243,6 +266,10 @@ class _Replay:
             arrives = self.costs.start + min(pieces.pieces, (number // batch + 1) * batch) * us + self.latency
             rest = (pieces.slices - piece.slice) / pieces.slices * self.multiply_us
             block = piece.distance, piece.row // high
+            if self.gemm.spans:  # all shards arrive at the same time
+                for row in range(self.gemm.order.blocks):
+                    found[0, row] = max(found.get((0, row), 0.0), arrives + rest)
+                continue
             if traits.pattern == "a2a+gemm":  # a tile adds the slices of all ranks in turn, behind its own
                 block, rest = (0, block[1]), rest * self.peers / self.gemm.ranks
             found[block] = max(found.get(block, 0.0), arrives + rest)

@@ -51,7 +51,7 @@ class Piece(NamedTuple):
     """A piece of a rank's own shard, for one receiver.
 
     Attributes:
-        distance: the receiver is the rank so far before the sender.
+        distance: the receiver is the rank so far before the sender; 0: the sender itself.
         row: the row of pieces in the shard.
         slice: the slice along k.
     """
@@ -78,13 +78,13 @@ class TileOrder:
     """The order of a rank's tiles. All ranks have the same.
 
     Attributes:
-        distances: of the shards of the other ranks, in the order in which they are multiplied.
+        distances: of the shards of the other ranks, in the order in which they are multiplied; none if all tiles of a
+            rank are of one shard.
         blocks: rows of clusters in a shard.
         columns: columns of clusters.
         group: rows of clusters that are multiplied in turn.
         lead: units by which own tiles come earlier or later than the tiles of other shards.
         own_first: whether they come earlier.
-        own_only: whether the rank multiplies its own shard only. Own tiles then come first, all of them.
 
     Raises:
         ValueError: for distances that are not those of all other ranks, and for numbers out of range.
@@ -96,23 +96,15 @@ class TileOrder:
     group: int
     lead: int
     own_first: bool
-    own_only: bool = False
 
     def __post_init__(self) -> None:
-        if sorted(self.distances) != list(range(1, self.ranks)) or self.ranks > RANKS:
+        if sorted(self.distances) != list(range(1, self.shards)) or self.shards > RANKS:
             raise ValueError(f"distances are 1 to N - 1 of at most {RANKS} ranks, in any order, got {self.distances}")
         if min(self.blocks, self.columns, self.group) < 1 or not 0 <= self.lead <= self.units:
             raise ValueError(
                 "blocks, columns and group are integers >= 1, and lead is one from 0 to blocks * columns; got "
                 f"{self.blocks}, {self.columns}, {self.group} and {self.lead}"
             )
-        if self.own_only and not (self.own_first and self.lead == self.units):
-            raise ValueError(f"if own tiles are the only ones, they come first, by {self.units} units: got {self}")
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks."""
-        return len(self.distances) + 1
 
     @property
     def units(self) -> int:
@@ -122,7 +114,7 @@ class TileOrder:
     @property
     def shards(self) -> int:
         """Number of shards whose tiles a rank multiplies."""
-        return 1 if self.own_only else self.ranks
+        return len(self.distances) + 1
 
     @property
     def clusters(self) -> int:
@@ -131,17 +123,17 @@ class TileOrder:
 
     def at(self, ticket: int) -> TileCluster:
         """The tiles of a ticket, from 0. tile_order.cuh computes the same."""
-        others, rest = self.ranks - 1, self.units - self.lead
+        others, rest = self.shards - 1, self.units - self.lead
         alone = self.lead if self.own_first else self.lead * others
         if ticket < alone:
             return self.of_unit(0, ticket) if self.own_first else self._other(*divmod(ticket, others))
         ticket -= alone
-        if ticket < rest * self.ranks:
-            unit, i = divmod(ticket, self.ranks)
+        if ticket < rest * self.shards:
+            unit, i = divmod(ticket, self.shards)
             if i < others:
                 return self._other(unit if self.own_first else unit + self.lead, i)
             return self.of_unit(0, unit + self.lead if self.own_first else unit)
-        ticket -= rest * self.ranks
+        ticket -= rest * self.shards
         if self.own_first:
             unit, i = divmod(ticket, others)
             return self._other(rest + unit, i)
@@ -165,28 +157,35 @@ class PieceOrder:
     """The order in which a rank sends the pieces of its shard: that in which all receivers need them.
 
     Attributes:
-        distances: of the receivers, as a :class:`TileOrder` has them.
+        distances: of the other ranks, in the order in which a rank multiplies what they send.
         rows: rows of pieces in a shard.
         slices: slices along k of each row.
         group: rows whose slices are sent in turn.
+        to_itself: whether a rank is a receiver of its own shard, behind the others: where tiles span shards.
     """
 
     distances: tuple[int, ...]
     rows: int
     slices: int
     group: int
+    to_itself: bool = False
+
+    @property
+    def receivers(self) -> tuple[int, ...]:
+        """Distances of the receivers."""
+        return (*self.distances, 0) if self.to_itself else self.distances
 
     @property
     def pieces(self) -> int:
         """Number of pieces."""
-        return len(self.distances) * self.rows * self.slices
+        return len(self.receivers) * self.rows * self.slices
 
     def at(self, number: int) -> Piece:
         """A piece, from 0. tile_order.cuh computes the same."""
-        place, receiver = divmod(number, len(self.distances))
+        place, receiver = divmod(number, len(self.receivers))
         first = place // (self.group * self.slices) * self.group
         slice_, row = divmod(place - first * self.slices, min(self.group, self.rows - first))
-        return Piece(self.distances[receiver], first + row, slice_)
+        return Piece(self.receivers[receiver], first + row, slice_)
 
     def slice_of_sum(self, number: int) -> Slice:
         """A slice, from 0, of a sum over the columns of all ranks: own ones, then others as they are sent.

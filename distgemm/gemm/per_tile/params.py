@@ -41,27 +41,30 @@ class Order(ctypes.Structure):
     """struct TileOrder."""
 
     _fields_ = (
-        *_fields(ctypes.c_uint32, "ranks", "blocks", "columns", "group", "lead", "shards"),
+        *_fields(ctypes.c_uint32, "shards", "blocks", "columns", "group", "lead"),
         ("distances", ctypes.c_uint8 * RANKS),
     )
 
     @classmethod
     def of(cls, order: TileOrder) -> Order:
         """The struct of an order."""
-        found = cls(order.ranks, order.blocks, order.columns, order.group, order.lead, order.shards)
-        found.distances[: order.ranks - 1] = order.distances
-        return found
+        distances = (ctypes.c_uint8 * RANKS)(*order.distances)
+        return cls(order.shards, order.blocks, order.columns, order.group, order.lead, distances)
 
 
 class Pieces(ctypes.Structure):
     """struct PieceOrder."""
 
-    _fields_ = (("rows", ctypes.c_uint32), ("slices", ctypes.c_uint32), ("group", ctypes.c_uint32))
+    _fields_ = (
+        *_fields(ctypes.c_uint32, "rows", "slices", "group", "receivers"),
+        ("distances", ctypes.c_uint8 * RANKS),
+    )
 
     @classmethod
     def of(cls, order: PieceOrder) -> Pieces:
         """The struct of an order."""
-        return cls(order.rows, order.slices, order.group)
+        distances = (ctypes.c_uint8 * RANKS)(*order.receivers)
+        return cls(order.rows, order.slices, order.group, len(order.receivers), distances)
 
 
 class Death(enum.IntEnum):
@@ -91,7 +94,9 @@ class Workspaces(ctypes.Structure):
 
     _fields_ = (
         ("base", ctypes.c_uint64 * RANKS),
-        *_fields(ctypes.c_uint64, "flags", "flags_of_buffer", "slots", "slots_of_buffer"),
+        *_fields(
+            ctypes.c_uint64, "flags", "flags_of_buffer", "slots", "slots_of_buffer", "packets", "packets_of_buffer"
+        ),
         *_fields(ctypes.c_uint32, "rank", "executable", "ranks", "epochs_a_replay"),
     )
 
@@ -122,9 +127,9 @@ class Params(ctypes.Structure):
         ("terms", Terms),
         *_fields(ctypes.c_uint64, "shard", "gathered_at"),
         *_fields(ctypes.c_int64, "shard_stride", "gathered_stride"),
-        *_fields(ctypes.c_int32, "m", "n", "k"),
+        *_fields(ctypes.c_int32, "m", "n", "k", "rank_rows", "box_m", "loaded_m"),
         *_fields(ctypes.c_uint32, "slices", "picoseconds_per_kib", "by_columns"),
-        ("padding", ctypes.c_uint32 * 18),
+        ("padding", ctypes.c_uint32 * 25),
     )
 
     @classmethod

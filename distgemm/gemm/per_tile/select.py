@@ -2,45 +2,42 @@
 
 from __future__ import annotations
 
-from math import prod
+from functools import lru_cache
+from math import inf, prod
 from typing import Literal
 
-from distgemm.gemm.per_tile.bind import SMS, RankGemm
+from distgemm.gemm.per_tile.bind import RankGemm, may_span
 from distgemm.gemm.per_tile.kernel import BYTES, GATHERING, KernelTraits
+from distgemm.gemm.per_tile.model import Costs, predict_per_tile
 from distgemm.gemm.per_tile.order import distances_of
 from distgemm.gemm.spec import GemmConfig
 from distgemm.plan.patterns import does_pattern
 from distgemm.plan.plan import Plan, PlanError
 from distgemm.plan.problem import DTYPE_BYTES
 from distgemm.schedulers import Pattern
+from distgemm.simulator.machine import Machine
 
-__all__ = ["CONFIGS", "ROW_BYTES", "configs_of", "gemm_of", "select_config", "traits_of"]
+__all__ = ["CONFIGS", "SPANNING", "MACHINE", "ONE_SHOT", "ROW_BYTES", "configs_of", "gemm_of", "traits_of"]
 
-LARGE, SMALL = "128x256x64_2x1_cooperative", "128x128x64_2x1_pingpong"
-REDUCING = (LARGE, SMALL, "64x128x64_2x1_pingpong", "64x128x64_1x2_pingpong")
-SPEEDS = {
-    "256x192x64_1x2_cooperative": 0.96,
-    "256x160x64_1x2_cooperative": 0.96,
-    LARGE: 0.96,
-    "128x224x64_2x1_cooperative": 0.94,
-    "128x192x64_2x1_cooperative": 0.93,
-    "128x160x64_2x1_cooperative": 0.89,
-    SMALL: 0.85,
-}
-"""Of a whole wave of tiles without sums, as shares of the GPU's rate: measured, or as TILES of model.py has them."""
+LARGE = "128x256x64_2x1_cooperative"
+WIDE = ("256x192x64_1x2_cooperative", "256x160x64_1x2_cooperative", LARGE)
+BETWEEN = ("128x224x64_2x1_cooperative", "128x192x64_2x1_cooperative", "128x160x64_2x1_cooperative")
+SMALL = ("128x128x64_2x1_pingpong", "64x128x64_2x1_pingpong", "64x128x64_1x2_pingpong")
 CONFIGS: dict[Pattern, tuple[str, ...]] = {
-    **dict.fromkeys(GATHERING, (*SPEEDS, *REDUCING[2:])),
-    "gemm+rs": REDUCING,
-    "gemm+ar": REDUCING,
-    "gemm+a2a": ("256x192x64_1x2_cooperative", LARGE, "128x192x64_2x1_cooperative", *REDUCING[1:]),
+    **dict.fromkeys(GATHERING, (*WIDE, *BETWEEN, *SMALL)),
+    "gemm+rs": (LARGE, *SMALL),
+    "gemm+ar": (LARGE, *SMALL),
+    "gemm+a2a": (WIDE[0], LARGE, BETWEEN[1], *SMALL),
 }
 """Those that are worth a try, from large products to small ones. The last one is for shards of 64 rows."""
-ONE_SHOT = {"64x64x64_1x2_pingpong": 0.5, "64x128x64_1x2_pingpong": 0.7}
-"""Those of one-shot all-reduces, which are for few rows, and their speeds, which are guessed."""
+ONE_SHOT = ("64x64x64_1x2_pingpong", "64x128x64_1x2_pingpong")
+"""Those of one-shot all-reduces, which are for few rows."""
+SPANNING = ("128x128x64_1x2_cooperative", *ONE_SHOT)
+"""Those of few rows whose tiles span shards."""
 SHORT_M = 64
-"""Rows of a shard, up to which a reduction has tiles of 64 rows, and clusters of one row of them."""
-SHORT_K = 2048
-"""Elements of k, below which a reduction has tiles of 128x128."""
+"""Rows of a shard, up to which clusters of one row of tiles, of 64 rows, are worth a try."""
+MACHINE = "h200"
+"""The machine of all predictions, whatever the GPU: they only say which kernels are worth measuring."""
 EPILOGUE_STAGES: dict[Pattern, tuple[int, int]] = {
     "ag+gemm": (1, 2),
     "gemm+rs": (1, 4),
@@ -54,40 +51,19 @@ ROW_BYTES = 16
 """Bytes that divide each row which TMA copies."""
 
 
-def select_config(pattern: Pattern, shards: int, m: int, n: int, k: int) -> str:
-    """The tile, cluster and kernel schedule for a shape.
-
-    Args:
-        pattern: the pattern.
-        shards: number of shards that a rank multiplies; 1 for a one-shot all-reduce.
-        m: rows of a shard.
-        n: columns of D on a rank.
-        k: columns of A on a rank.
-    """
-    speeds = {config: speed for config, speed in SPEEDS.items() if config in CONFIGS[pattern]}
-    if pattern == "gemm+ar" and shards == 1:
-        speeds = ONE_SHOT
-    elif pattern in {"gemm+rs", "gemm+ar"}:
-        if m <= SHORT_M:
-            return REDUCING[-1]
-        return LARGE if k >= SHORT_K else SMALL
-
-    def cost(config: str) -> float:
-        found = GemmConfig.parse(config)
-        (rows, columns, _), (down, across) = found.tile, found.cluster
-        clusters = shards * -(-m // (rows * down)) * -(-n // (columns * across))
-        waves = -(-clusters // (SMS // (down * across)))
-        return waves * rows * columns / speeds[config]
-
-    return min(speeds, key=cost)
-
-
 def configs_of(plan: Plan) -> tuple[str, ...]:
     """The configurations that are worth a try for a plan. If no kernel executes it, the first one stands for all."""
     pattern = _pattern_of(plan) if plan.world_size > 1 else None
     if pattern is None:
         return (LARGE,)
-    return tuple(ONE_SHOT) if _is_one_shot(plan) else CONFIGS[pattern]
+    if _is_one_shot(plan):
+        return ONE_SHOT
+    by_columns = pattern == "gemm+ar" and _is_by_columns(plan)
+    m = plan.problem.m // (1 if by_columns else plan.world_size)
+    # The last one equals the one before, unless half of that one's clusters would be padding.
+    found = CONFIGS[pattern] if m <= SHORT_M else CONFIGS[pattern][:-1]
+    spanning = [config for config in SPANNING if may_span(traits_of(config, pattern), plan.world_size, m)]
+    return tuple(dict.fromkeys((*found, *spanning)))
 
 
 def traits_of(
@@ -117,7 +93,7 @@ def traits_of(
     other = (found.tile[2], found.epilogue, found.raster, found.swizzle, found.share)
     if other != (64, "tma", "heuristic", 1, 1):
         raise ValueError(
-            f"a per-tile kernel has 64 elements of k in a stage, and a configuration like {LARGE} or {SMALL} with "
+            f"a per-tile kernel has 64 elements of k in a stage, and a configuration like {LARGE} or {SMALL[0]} with "
             f"nothing behind it, got {config}"
         )
     pingpong = found.kernel_schedule == "pingpong"
@@ -126,7 +102,7 @@ def traits_of(
         b_major="n" if turned_b else "k",
         sends=pattern in GATHERING,
         one_shot=one_shot,
-        epilogue_stages=EPILOGUE_STAGES["gemm+rs" if one_shot else pattern][pingpong],
+        epilogue_stages=EPILOGUE_STAGES["ag+gemm" if one_shot else pattern][pingpong],
     )
 
 
@@ -135,7 +111,8 @@ def gemm_of(plan: Plan, config: str | None = None, *, turned_b: bool = False) ->
 
     Args:
         plan: the plan.
-        config: tile, cluster and schedule of the kernel, as "128x256x64_2x1_cooperative"; None: the shape decides.
+        config: tile, cluster and schedule of the kernel, as "128x256x64_2x1_cooperative"; None: that of
+            :func:`configs_of` that the model predicts to be fastest.
         turned_b: whether columns of B are contiguous, and not its rows.
 
     Raises:
@@ -161,6 +138,16 @@ def gemm_of(plan: Plan, config: str | None = None, *, turned_b: bool = False) ->
             raise refuse(f"{name} is one of {', '.join(BYTES)}, got {dtype}")
     pattern = _pattern_of(plan)
     if pattern is None:
+        for name in "ABD":
+            first, *others = (plan.shard_shape(name, rank) for rank in range(ranks))
+            for rank, shape in enumerate(others, 1):
+                if shape != first:
+                    raise refuse(
+                        f"its ranks hold equal shards, got {name} {first} on rank 0 and {shape} on rank {rank}",
+                        "execution='multi_kernel' executes it; or take extents that the number of ranks divides",
+                    )
+        if plan.box("D", 0) == plan.box("D", 1) and plan.shard_shape("D", 0)[1] < problem.n:
+            raise refuse("it takes D without copies, got the same columns of D on rank 0 and rank 1")
         raise refuse(
             "its ranks hold equal shards: of rows of A and of columns of D for a gather, of k for a reduction, with "
             "rows of D or all of D; for an all-to-all of rows of A or D and columns of the other one, with all of B. "
@@ -182,15 +169,31 @@ def gemm_of(plan: Plan, config: str | None = None, *, turned_b: bool = False) ->
     distances = tuple(range(1, ranks)) if one_shot else distances_of(plan, mode)
     if pattern == "gemm+a2a":
         partial_dtype = out_dtype  # nothing is added to what a rank sends but the terms
-    shards = 1 if pattern == "a2a+gemm" or one_shot else ranks
-    config = config or select_config(pattern, shards, m, n, k)
-    try:
+
+    def gemm(config: str, turned_b: bool = False) -> RankGemm:
         traits = traits_of(config, pattern, problem.dtype, out_dtype, partial_dtype, turned_b, one_shot)
+        spans = may_span(traits, ranks, m)
+        found = RankGemm(traits, distances, m * ranks if spans else m, n, k, by_columns=by_columns, spans=spans)
+        assert found.order.clusters  # it is made, and checked
+        return found
+
+    def time_of(config: str) -> float:
+        try:
+            return _predicted_us(gemm(config))
+        except ValueError:  # if no kernel is left, the error is raised below
+            return inf
+
+    try:
+        if config is None:
+            config = min(configs_of(plan), key=time_of)
+        return gemm(config, turned_b)
     except ValueError as error:
         raise ValueError(f"{plan.schedule} is not executed per tile: {error}") from error
-    gemm = RankGemm(traits, distances, m, n, k, by_columns=by_columns)
-    assert gemm.order.ranks == (1 if one_shot else ranks)  # it is made, and checked
-    return gemm
+
+
+@lru_cache(maxsize=1024)
+def _predicted_us(gemm: RankGemm) -> float:
+    return predict_per_tile(gemm, Costs(Machine.load(MACHINE))).time
 
 
 def _pattern_of(plan: Plan) -> Pattern | None:

@@ -1,15 +1,17 @@
 """The proof of a per-tile execution: all tiles are made, each slot has one writer, and no wait lasts for ever.
 
 The proof reads the order of tiles and pieces as the kernel does, ticket by ticket. It knows nothing of units, groups
-and leads. Slots have the numbers that ``part_``, ``sum_slot_``, ``result_slot_`` and ``piece_slot_`` of per_tile.cu
-give them. It goes through all ranks, and shows:
+and leads. All ranks do the same: what one does at a distance, each does at that distance from itself. So what is shown
+of one rank holds for all:
 
 * A rank multiplies each tile of each shard once.
-* Each slot is written once, by one peer, and read: a sum by one tile, a result by its takers, a piece by all tiles
-  of its row. So each wait has one flag that ends it.
-* Sums that a tile adds are made with lower tickets than its own; in a one-shot all-reduce with the same, and are sent
-  before the tile waits. Pieces of a gather are sent by warps that wait for no
-  tile. Takers of an all-reduce hold no tile back.
+* Each slot is written once, by the peer at its distance, and read: a sum by one tile, a result by its takers, a piece
+  by all tiles of its row. So each wait has one flag that ends it.
+* Sums that a tile adds are made with lower tickets than its own; in a one-shot all-reduce, and where tiles span shards,
+  with the same, and are sent before the tile waits. Pieces of a gather are sent by warps that wait for no tile. Takers
+  of an all-reduce hold no tile back.
+* Where tiles span shards, each row of a tile has one owner: all rows of a warp the same one in a reduction, and a row
+  of A lies in one of the pieces that the tile waits for.
 
 A cluster works on its tickets in order, and clusters take tickets in order. So of all tiles that are not finished, on
 all ranks, the one with the lowest ticket waits for nothing, however few clusters run. All ranks have the same order,
@@ -26,8 +28,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distgemm.gemm.per_tile.bind import RankGemm
-from distgemm.gemm.per_tile.kernel import BYTES, PIECE_BYTES, PIECE_ROWS
+from distgemm.gemm.per_tile.bind import LANES, RankGemm
+from distgemm.gemm.per_tile.kernel import BYTES, PIECE_BYTES, PIECE_ROWS, WARP_ROWS
 from distgemm.plan.schema import PlanError
 
 __all__ = ["Proof", "prove"]
@@ -53,156 +55,102 @@ def prove(gemm: RankGemm) -> Proof:
     """Prove that an execution on all ranks makes all tiles, and comes to an end.
 
     Args:
-        gemm: what each rank multiplies. The time grows with the square of the number of ranks: 8 ranks take less than
-            a second, with the layers of Llama 405B.
+        gemm: what each rank multiplies. 8 ranks take less than a second, with the layers of Llama 405B.
 
     Raises:
-        PlanError: naming what is wrong, and the first rank and tile of which that is so.
+        PlanError: naming what is wrong, and the first tile of which that is so.
     """
-    tiles = _Tiles(gemm)
-    if gemm.traits.gathers:
-        return _prove_gather(gemm, tiles)
-    if gemm.traits.pattern == "gemm+a2a":
-        return _prove_to_owners(gemm, tiles)
-    if gemm.traits.one_shot:
-        return _prove_one_shot(gemm, tiles)
-    return _prove_reduction(gemm, tiles)
+    tickets, traits = _tickets(gemm), gemm.traits
+    slots = waits = gemm.flags or (gemm.ranks - 1) * gemm.parts  # at each rank; packets are flags, too
+    if traits.gathers:
+        waits = _prove_pieces(gemm, *tickets.shape[1:])
+    elif gemm.spans:
+        waits = (gemm.ranks - 1) * _spanned_sums(gemm) * tickets.shape[2] // gemm.ranks
+    elif traits.pattern != "gemm+a2a" and not traits.one_shot:
+        _prove_sums(gemm, tickets)
+    if traits.takes:
+        _prove_takers(gemm, tickets.shape[1:])
+    return Proof(*(gemm.ranks * count for count in (tickets.size, slots, waits)))
 
 
-class _Tiles:
-    """The tiles of the blocks of all clusters, each with its ticket. All ranks have the same.
-
-    Attributes:
-        distance, row, column: of each tile, the shard, and the row and column of tiles in it.
-        ticket: of each tile.
-        rows, columns: of tiles in a shard.
-    """
-
-    def __init__(self, gemm: RankGemm) -> None:
-        order, (down, across) = gemm.order, gemm.traits.cluster
-        found = np.array(list(order), dtype=np.int64).reshape(-1, 3)
-        blocks = np.arange(down * across)
-        self.rows, self.columns = order.blocks * down, order.columns * across
-        self.ticket = np.repeat(np.arange(len(found)), down * across)
-        self.distance = np.repeat(found[:, 0], down * across)
-        self.row = (found[:, 1, None] * down + blocks % down).ravel()
-        self.column = (found[:, 2, None] * across + blocks // down).ravel()
-        tile_m, tile_n = gemm.traits.tile
-        if self.rows * tile_m < gemm.m or self.columns * tile_n < gemm.n:
-            raise PlanError(
-                f"{self.rows}x{self.columns} tiles of {tile_m}x{tile_n} do not cover a shard of {gemm.m}x{gemm.n}"
-            )
-        shape = (order.shards, self.rows, self.columns)
-        _once("each rank multiplies", _index((self.distance, self.row, self.column), shape, "a tile"), shape)
-
-    def numbers(self) -> Numbers:
-        """Of each tile, its number within a shard."""
-        return self.row * self.columns + self.column
+def _tickets(gemm: RankGemm) -> Numbers:
+    """The tickets of all tiles, by (distance, row, column)."""
+    order, (down, across), (height, width) = gemm.order, gemm.traits.cluster, gemm.traits.tile
+    distance, block, column = np.array(list(order), dtype=np.int64).reshape(-1, 3, 1).transpose(1, 0, 2)
+    shape = (order.shards, order.blocks * down, order.columns * across)
+    if shape[1] * height < gemm.m or shape[2] * width < gemm.n:
+        raise PlanError(f"{shape[1]}x{shape[2]} tiles of {height}x{width} do not cover a shard of {gemm.m}x{gemm.n}")
+    number = np.arange(down * across)
+    places = distance, block * down + number % down, column * across + number // down
+    found = _once("each rank multiplies", _index(places, shape, "a tile"), shape)
+    return found.reshape(shape) // (down * across)
 
 
-def _prove_gather(gemm: RankGemm, tiles: _Tiles) -> Proof:
-    pieces, ranks = gemm.pieces, gemm.ranks
-    size = BYTES[gemm.traits.dtype]
-    if pieces.rows * PIECE_ROWS < gemm.m or pieces.slices * PIECE_BYTES < gemm.k * size:
-        raise PlanError(f"{pieces.rows}x{pieces.slices} pieces do not cover a shard of {gemm.m}x{gemm.k}")
+def _prove_pieces(gemm: RankGemm, rows: int, columns: int) -> int:
+    """Each piece of a gather is sent once, and tiles wait for all that they read. Returns a rank's waits."""
+    pieces, nearest = gemm.pieces, int(not gemm.spans)
+    if pieces.rows * PIECE_ROWS < gemm.rank_rows or pieces.slices * PIECE_BYTES < gemm.k * BYTES[gemm.traits.dtype]:
+        raise PlanError(f"{pieces.rows}x{pieces.slices} pieces do not cover a shard of {gemm.rank_rows}x{gemm.k}")
     sent = np.array([pieces.at(number) for number in range(pieces.pieces)], dtype=np.int64).reshape(-1, 3)
-    distance, row, piece = sent.T
-    shape = (ranks, ranks - 1, pieces.rows, pieces.slices)
-    senders = np.arange(ranks)[:, None]
-    slots = _index(((senders - distance) % ranks, distance - 1, row, piece), shape, "a slot")
-    _once("at (rank, peer - 1, row, slice), peers write", slots, shape)
-    # A tile waits for the pieces of its rows: of all slices of its shard, or of all ranks. Rows that do not exist have
-    # none.
-    slices, added = 1, np.zeros((1, 2), dtype=np.int64)
-    if gemm.traits.pattern == "a2a+gemm":
-        slices = pieces.slices
-        added = np.array([pieces.slice_of_sum(number) for number in range(ranks * slices)], dtype=np.int64)
-    down = gemm.traits.tile[0] // PIECE_ROWS
-    found = np.zeros((ranks, tiles.rows * down, slices), dtype=np.int64)
-    for i in range(down):
-        rows = (tiles.row * down + i)[:, None]
-        np.add.at(found, (tiles.distance[:, None] + added[:, 0], rows, added[:, 1]), 1)
-    found = found[1:, : pieces.rows]
-    if (found != tiles.columns).any():
-        raise PlanError(f"pieces are read by all {tiles.columns} tiles of their row, got {found.min()}")
-    return Proof(ranks * len(tiles.ticket), slots.size, ranks * int(found.sum()) * pieces.slices // slices)
+    shape = (gemm.ranks - nearest, pieces.rows, pieces.slices)
+    places = sent[:, 0] - nearest, sent[:, 1], sent[:, 2]
+    _once(f"at (distance - {nearest}, row, slice), peers write", _index(places, shape, "a slot"), shape)
+    if gemm.spans:
+        return _spanned_pieces(gemm, rows) * columns * pieces.slices
+    if gemm.traits.pattern == "a2a+gemm":  # a tile adds the slices of all ranks
+        added = [pieces.slice_of_sum(number) for number in range(gemm.ranks * pieces.slices)]
+        found = np.array(added, dtype=np.int64).reshape(-1, 2)
+        of_all = (gemm.ranks, pieces.slices)
+        _once("at (distance, slice), a tile adds", _index((found[:, 0], found[:, 1]), of_all, "a slice"), of_all)
+    return pieces.pieces * columns
 
 
-def _prove_reduction(gemm: RankGemm, tiles: _Tiles) -> Proof:
-    ranks, parts = gemm.ranks, gemm.traits.parts
-    own = tiles.distance == 0
-    shape = (ranks, ranks - 1, tiles.rows, tiles.columns)
-    number, of_rank = tiles.numbers(), np.arange(ranks)[:, None]
-    ticket = tiles.ticket[~own]
-    slots = _stored(tiles, shape, "sum")
-    made = np.empty(slots.size, dtype=np.int64)
-    made[slots] = np.tile(ticket, ranks)
-    made = made.reshape(ranks, ranks - 1, tiles.rows * tiles.columns)[:, :, number[own]]
-    late = np.argwhere(made >= tiles.ticket[own])
+def _spanned_pieces(gemm: RankGemm, tile_rows: int) -> int:
+    """The rows of pieces for which a column of tiles waits, if tiles span shards. They have all rows of the tiles."""
+    of_shard, height = gemm.pieces.rows, gemm.traits.tile[0]
+    shard, within = np.divmod(np.arange(gemm.m), gemm.rank_rows)
+    piece = shard * of_shard + within // PIECE_ROWS  # of each row of A
+    count = 0
+    for number in range(min(tile_rows, -(-gemm.m // height))):  # nobody waits for rows that do not exist
+        begin, end = number * height, min(number * height + height, gemm.m)
+        # As in wait_for_slices_ of per_tile.cu.
+        first, last = begin // gemm.rank_rows * of_shard, (end - 1) // gemm.rank_rows * of_shard + of_shard - 1
+        if last - first >= LANES:
+            raise PlanError(f"a warp reads at most {LANES} flags of a slice, got {last - first + 1} in row {number}")
+        if piece[begin:end].min() < first or piece[begin:end].max() > last:
+            raise PlanError(f"tiles of row {number} wait for pieces {first} to {last}, which lack some rows of A")
+        count += last - first + 1
+    return count
+
+
+def _spanned_sums(gemm: RankGemm) -> int:
+    """The warps of a column of tiles, of all ranks, that add sums, if tiles span shards: one owner of each 16 rows."""
+    first = np.arange(0, gemm.m, WARP_ROWS)
+    owner = first // gemm.rank_rows
+    if (owner != np.minimum(first + WARP_ROWS - 1, gemm.m - 1) // gemm.rank_rows).any():
+        raise PlanError(f"the {WARP_ROWS} rows of a warp have one owner, got shards of {gemm.rank_rows} rows")
+    return len(first)
+
+
+def _prove_sums(gemm: RankGemm, tickets: Numbers) -> None:
+    """Own tiles come behind the sums that they add. Rank r + d makes that from distance d with its tile at N - d."""
+    late = np.argwhere(tickets[1:] >= tickets[0])
     if len(late):
-        rank, peer, tile = late[0]
-        row, column, waits = (int(x[own][tile]) for x in (tiles.row, tiles.column, tiles.ticket))
+        other, row, column = late[0]
         raise PlanError(
-            f"rank {rank} multiplies its own tile of row {row} and column {column} with ticket {waits}, and waits for "
-            f"the sum that rank {(rank + peer + 1) % ranks} makes with ticket {made[rank, peer, tile]}: it may wait "
-            "for ever"
+            f"rank 0 multiplies its own tile of row {row} and column {column} with ticket {tickets[0, row, column]}, "
+            f"and waits for the sum that rank {gemm.ranks - other - 1} makes with ticket "
+            f"{tickets[other + 1, row, column]}: it may wait for ever"
         )
-    count = slots.size * parts
-    proof = Proof(ranks * len(tiles.ticket), count, count)
-    if gemm.traits.pattern == "gemm+rs":
-        return proof
-    # Results: the owner stores at the ranks before it. Their takers know the order of its units.
-    distances = np.arange(1, ranks)[:, None, None]
-    results = _index(
-        ((of_rank - distances) % ranks, distances - 1, tiles.row[own], tiles.column[own]), shape, "a result"
-    )
-    _once("at (rank, peer - 1, row, column), owners store results", results, shape)
-    _prove_takers(gemm, shape[2:])
-    return Proof(proof.tiles, 2 * count, 2 * count)
-
-
-def _prove_one_shot(gemm: RankGemm, tiles: _Tiles) -> Proof:
-    """Each rank stores the sum of each tile at all ranks, itself included, before it waits for those of all ranks.
-
-    So a tile waits for the sums of the same ticket. With the lowest ticket that is not finished on all ranks, they are
-    under way: nobody waits before it has sent them.
-    """
-    ranks = gemm.ranks
-    shape = (ranks, ranks, tiles.rows, tiles.columns)
-    sender, distance = np.arange(ranks)[:, None, None], np.arange(ranks)[:, None]
-    slots = _index(((sender - distance) % ranks, distance, tiles.row, tiles.column), shape, "a sum")
-    _once("at (rank, distance, row, column), ranks store sums", slots, shape)
-    count = slots.size * gemm.traits.parts
-    return Proof(ranks * len(tiles.ticket), count, count)
-
-
-def _prove_to_owners(gemm: RankGemm, tiles: _Tiles) -> Proof:
-    shape = (gemm.ranks, gemm.ranks - 1, tiles.rows, tiles.columns)
-    count = _stored(tiles, shape, "result").size * gemm.traits.parts
-    _prove_takers(gemm, shape[2:])
-    return Proof(gemm.ranks * len(tiles.ticket), count, count)
-
-
-def _stored(tiles: _Tiles, shape: tuple[int, ...], what: str) -> Numbers:
-    """The slots in which ranks store the tiles of others' shards: rank r at the rank d behind it, which sees r N - d
-    behind itself. Raises PlanError if a slot is not stored once."""
-    ranks, other = shape[0], tiles.distance > 0
-    receiver = (np.arange(ranks)[:, None] + tiles.distance[other]) % ranks
-    places = receiver, ranks - tiles.distance[other] - 1, tiles.row[other], tiles.column[other]
-    slots = _index(places, shape, f"a {what}")
-    _once(f"at (rank, peer - 1, row, column), peers store {what}s", slots, shape)
-    return slots
 
 
 def _prove_takers(gemm: RankGemm, shape: tuple[int, ...]) -> None:
     """Takers of results know the order of their makers' units."""
     order, (down, across) = gemm.order, gemm.traits.cluster
-    taken = []
-    for unit in range(order.units):
-        _, block, column = order.of_unit(1, unit)
-        taken += [(block * down + i % down, column * across + i // down) for i in range(down * across)]
-    takes = np.array(taken, dtype=np.int64).T
-    _once("takers take", _index((takes[0], takes[1]), shape, "a result"), shape)
+    units = np.array([order.of_unit(1, unit)[1:] for unit in range(order.units)], dtype=np.int64)
+    number = np.arange(down * across)
+    takes = units[:, :1] * down + number % down, units[:, 1:] * across + number // down
+    _once("takers take", _index(takes, shape, "a result"), shape)
 
 
 def _index(places: tuple[Numbers, ...], shape: tuple[int, ...], what: str) -> Numbers:
@@ -216,10 +164,11 @@ def _index(places: tuple[Numbers, ...], shape: tuple[int, ...], what: str) -> Nu
     return np.ravel_multi_index(tuple(every), shape).ravel() if every[0].size else np.empty(0, dtype=np.int64)
 
 
-def _once(what: str, found: Numbers, shape: tuple[int, ...]) -> None:
-    """Raise PlanError if not each place in a shape was found once."""
+def _once(what: str, found: Numbers, shape: tuple[int, ...]) -> Numbers:
+    """Where each place of a shape was found. Raises PlanError if not each was found once."""
     times = np.bincount(found, minlength=int(np.prod(shape)))
     wrong = np.flatnonzero(times != 1)
     if len(wrong):
         place = tuple(map(int, np.unravel_index(wrong[0], shape)))
         raise PlanError(f"{what} each of {shape} once, got {times[wrong[0]]} times {place}")
+    return np.argsort(found)

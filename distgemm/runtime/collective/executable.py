@@ -23,7 +23,6 @@ from distgemm.runtime.checks import (
     check_shard,
     check_shards,
     differences,
-    group_of_hosts,
     plan_fields,
     refuse_groups,
     resolve_group,
@@ -73,15 +72,14 @@ class CollectiveExecutable:
         device: torch.device | str | int | None = None,
     ) -> None:
         self.plan = instance("plan", plan, Plan, "a distgemm.Plan")
-        whole, hosts = group_of_hosts(group)
-        self._group = GroupRef(resolve_group(whole))
+        self._group = GroupRef(resolve_group(group))
         self.rank = dist.get_rank(self.group)
         raise_if_failed(self.group)
         served = backends(self.group)
         self.device = usual = _device(None, served)
         problem: Exception | None = None
         try:
-            check_hosts(plan, hosts)
+            check_hosts(plan, self.group)
             self.device = _device(device, served)
             self._prepare(served)
         except Exception as error:  # raised below, once all ranks know of it

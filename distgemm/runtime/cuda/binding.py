@@ -130,7 +130,9 @@ class Binder:
         # Messages are contiguous, and NCCL keeps their addresses in a graph: what is neither goes by this memory.
         self.staging: dict[Copy, int] = {}
         size = 0
-        for op in exchanges_of(self.actions):
+        self.exchange_numbers: dict[int, int] = {}  # by id, from 1
+        for number, op in enumerate(exchanges_of(self.actions), start=1):
+            self.exchange_numbers[op.id] = number
             for copy, view in (*((copy, copy.src) for copy in op.sends), *((copy, copy.dst) for copy in op.receives)):
                 if view.buffer != "slot" or not _is_dense(view):
                     self.staging[copy] = size
@@ -289,8 +291,7 @@ class Binding:
             memory, staged = self._message(copy, copy.dst)
             behind += copies_of(self.tensor(copy.dst), memory) if staged else ()
             receives.append(Message(copy.src.rank, memory))
-        count = 1 + [each.id for each in exchanges_of(self.actions)].index(op.id)
-        ended = FlagOpsLaunch([workspace.buffers[self.buffer].exchanged(count)])
+        ended = FlagOpsLaunch([workspace.buffers[self.buffer].exchanged(self.binder.exchange_numbers[op.id])])
         return [*before, ExchangeLaunch(workspace.across.exchange, sends, receives), *behind, ended]
 
     def _message(self, copy: Copy, view: View) -> tuple[Tensor, bool]:

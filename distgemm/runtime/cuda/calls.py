@@ -73,16 +73,19 @@ class GpuExecutable(ABC):
         arguments = f"{self.execution}, timeout {self.timeout} s, {self.on_timeout}"
         check_agreement(self.plan, arguments, self.group, self.device, problem)
 
-    def _join(self, kind: type[SharedWorkspace], slot_bytes: int, flags: int, **options: Any) -> None:
+    def _join(
+        self, kind: type[SharedWorkspace], slot_bytes: int, flags: int, packet_bytes: int = 0, **options: Any
+    ) -> None:
         """Take part in the group's workspace of a kind, in its watchdog, and in the order of calls on the device.
 
         Args:
             kind: of the workspace.
             slot_bytes: bytes of slots that a rank needs at most, in each buffer.
             flags: flags that it needs at most.
+            packet_bytes: bytes of packets that it needs, in each buffer.
             **options: further arguments of the workspace.
         """
-        self.workspace = workspace_for(self.group, self.device, slot_bytes, flags, kind, **options)
+        self.workspace = workspace_for(self.group, self.device, slot_bytes, flags, kind, packet_bytes, **options)
         self.number = self.workspace.register(self)
         self._watched = watchdog().add(self.workspace)
         self._order = call_order(self.device)

@@ -37,7 +37,7 @@ class EpochValues(NamedTuple):
 
 
 class EpochWorkspace(SharedWorkspace):
-    """Control, then flags and slots of two buffers, as :class:`distgemm.gemm.per_tile.bind.Space` lays them out.
+    """Control, then flags, slots and packets of two buffers: :class:`distgemm.gemm.per_tile.bind.Space` lays them out.
 
     Executables of different plans share it, with flags and slots at the same places: what another one left in a flag
     is an older epoch.
@@ -47,6 +47,7 @@ class EpochWorkspace(SharedWorkspace):
         device: this rank's GPU.
         slot_bytes: bytes for slots on each rank, in each buffer.
         flags: number of flags of each buffer.
+        packet_bytes: bytes for packets on each rank, in each buffer.
 
     Attributes:
         space: where all ranks' memory is.
@@ -56,10 +57,12 @@ class EpochWorkspace(SharedWorkspace):
     """
 
     @torch.inference_mode(False)  # the memory is written outside of inference mode too
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, slot_bytes: int, flags: int) -> None:
-        self.slot_bytes, self.flags = slot_bytes, flags
-        super().__init__(group, device, Space((), 0, flags, slot_bytes).size)
-        self.space = Space(tuple(self._handle.buffer_ptrs), self.rank, flags, slot_bytes)
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, slot_bytes: int, flags: int, packet_bytes: int = 0
+    ) -> None:
+        self.slot_bytes, self.flags, self.packet_bytes = slot_bytes, flags, packet_bytes
+        super().__init__(group, device, Space((), 0, flags, slot_bytes, packet_bytes).size)
+        self.space = Space(tuple(self._handle.buffer_ptrs), self.rank, flags, slot_bytes, packet_bytes)
         assert self.memory is not None
         self.memory.fill_(0xFF)  # slots begin as NaN, and flags have no epoch
         self.memory[:CONTROL_BYTES].zero_()
@@ -72,7 +75,7 @@ class EpochWorkspace(SharedWorkspace):
     def slots_of(self, rank: int) -> torch.Tensor:
         if rank != self.rank:
             raise ValueError(f"no rank reads the slots of another one, got rank {rank} on rank {self.rank}")
-        return self._own()[self.space.slots_at :]
+        return self._own()[self.space.slots_at : self.space.packets_at]
 
     def _own(self) -> torch.Tensor:
         if self.memory is None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from distgemm.gemm.cubins import open_cubin
 from distgemm.gemm.nvcc import KernelSource, build_together
-from distgemm.gemm.per_tile.bind import RATES, params_of
+from distgemm.gemm.per_tile.bind import params_of
 from distgemm.gemm.per_tile.epochs import before
 from distgemm.gemm.per_tile.kernel import Launch
 from distgemm.gemm.per_tile.params import Params
@@ -91,7 +91,7 @@ class PerTileExecutable(GpuExecutable):
         except Exception as error:  # raised below, once all ranks know of it
             problem = error
         self._agree(problem)
-        self._join(EpochWorkspace, self.gemm.slot_bytes, self.gemm.flags)
+        self._join(EpochWorkspace, self.gemm.slot_bytes, self.gemm.flags, self.gemm.packet_bytes)
         self._calls: OrderedDict[Any, BoundCall] = OrderedDict()
 
     @property
@@ -127,15 +127,18 @@ class PerTileExecutable(GpuExecutable):
 
     def awaited(self, values: EpochValues) -> tuple[str, list[int]]:
         """What a replay waits for, in words, and the ranks that it waits for."""
-        ranks, epoch = self.plan.world_size, values.begun[self.rank]
+        epoch = values.begun[self.rank]
         late = [rank for rank, begun in enumerate(values.begun) if before(begun, epoch)]
         missing = torch.nonzero(values.flags[: self.gemm.flags] != epoch).flatten().tolist()
         text = "all that it waits for has come, but its kernel has not ended"
         peers = set(late)
+        if self.gemm.traits.one_shot:  # packets are not watched
+            text = "it waits for partial sums" if late else "it waits for partial sums, or its kernel has not ended"
+            peers = peers or set(range(self.plan.world_size)) - {self.rank}
         if missing:
-            found = [self.gemm.slot_of(number) for number in missing]
-            found = [slot for slot in found if slot[0]] or found  # a rank's own sums are late only if peers' are
-            senders = [(self.rank + distance) % ranks for distance, _ in found]
+            found = [self.gemm.slot_of(number, self.rank) for number in missing]
+            found = [slot for slot in found if slot[0] != self.rank] or found  # its own are late only if peers' are
+            senders = [sender for sender, _ in found]
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             text = f"it waits for rank {senders[0]} at {found[0][1]}{more}"
             peers |= set(senders) - {self.rank}
@@ -222,19 +225,17 @@ class PerTileExecutable(GpuExecutable):
             c=given.get("C"),
             beta=float(beta),
             gathered=gathered,
-            gb_per_s=RATES[traits.pattern],
+            gb_per_s=traits.gb_per_s,
             executable=self.number,
         )
         return Launch(traits, params, self._blocks, self.device.index or 0)
 
     def _has_rows(self, name: str, x: Tensor) -> bool:
         """Whether rows of A or B are contiguous; otherwise columns are."""
-        (rows, columns), (row_stride, column_stride) = x.shape, x.stride()
-        if column_stride == 1 and (row_stride >= columns or rows == 1):
-            return True
+        by_rows, by_columns = _contiguous(x)
         sent = name == "A" and self.gemm.traits.sends
-        if row_stride == 1 and column_stride >= rows and not sent:
-            return False
+        if by_rows or (by_columns and not sent):
+            return by_rows
         raise ValueError(
             f"{name}'s shard on rank {self.rank} has contiguous rows{'' if sent else ' or columns'} that do not "
             f"overlap, got strides {x.stride()}; pass it as .contiguous()"
@@ -245,14 +246,17 @@ def _is_readable(name: str, x: Tensor) -> bool:
     """Whether a per-tile kernel reads such a tensor: rows, or columns of B, that begin at multiples of 16 bytes."""
     if name in {"C", "bias"}:
         return x.stride(-1) == 1
-    rows, columns = x.shape[-2:]
-    row_stride, column_stride = x.stride()[-2:]
-    by_rows = column_stride == 1 and (row_stride >= columns or rows == 1)
-    by_columns = name == "B" and row_stride == 1 and column_stride >= rows
-    pitch = (row_stride if rows > 1 else columns) if by_rows else column_stride
-    return (by_rows or by_columns) and not any(
+    by_rows, by_columns = _contiguous(x)
+    pitch = x.stride(-1) if not by_rows else x.stride(-2) if x.shape[-2] > 1 else x.shape[-1]
+    return (by_rows or (by_columns and name == "B")) and not any(
         number % ROW_BYTES for number in (x.data_ptr(), pitch * x.element_size())
     )
+
+
+def _contiguous(x: Tensor) -> tuple[bool, bool]:
+    """Whether rows of a matrix are contiguous, and whether columns are; they do not overlap."""
+    (rows, columns), (row_stride, column_stride) = x.shape[-2:], x.stride()[-2:]
+    return column_stride == 1 and (row_stride >= columns or rows == 1), row_stride == 1 and column_stride >= rows
 
 
 if TYPE_CHECKING:

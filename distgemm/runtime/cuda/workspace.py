@@ -229,6 +229,7 @@ class SharedWorkspace:
         across: for messages to ranks of other hosts; None: there are none.
         slot_bytes: bytes for slots on each rank, in each buffer.
         flags: number of the plan's flags in each buffer.
+        packet_bytes: bytes for packets of per-tile kernels on each rank, in each buffer.
         dead: why no replay can be made any more; None while that is not so.
         replaced: whether a larger workspace has taken its place.
 
@@ -238,6 +239,7 @@ class SharedWorkspace:
 
     slot_bytes: int
     flags: int
+    packet_bytes = 0
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, size: int, ranks_per_host: int | None = None
@@ -260,7 +262,9 @@ class SharedWorkspace:
                 f"ranks {ranks.start} to {ranks.stop - 1} cannot map each other's memory; ranks on several hosts take "
                 f"plans with ranks_per_host. torch says: {error}"
             ) from error
-        self.across = Communicator(group, device) if of_host < self.world_size else None
+        self.across = None
+        if of_host < self.world_size:
+            self.across = Communicator(group, device, self.processes, of_host)
         self.dead: str | None = None
         self.replaced = False
         self.executables: list[weakref.ref[Any]] = []
@@ -513,6 +517,7 @@ def workspace_for(
     slot_bytes: int,
     flags: int,
     kind: Callable[..., AnyWorkspace],
+    packet_bytes: int = 0,
     **options: Any,
 ) -> AnyWorkspace:
     """The workspace of a kind of a group, which all its executables share. It stays until it is closed.
@@ -524,11 +529,13 @@ def workspace_for(
     key = (group.group_name, device.index, kind, *options.items())
     found: AnyWorkspace | None = _WORKSPACES.get(key)
     if found is not None and found.memory is not None and found.dead is None and found.group is group:
-        if found.slot_bytes >= slot_bytes and found.flags >= flags:
+        if found.slot_bytes >= slot_bytes and found.flags >= flags and found.packet_bytes >= packet_bytes:
             return found
         # Some more than is asked for: shapes that grow slowly would take a new one each.
         slot_bytes = max(slot_bytes, found.slot_bytes + min(found.slot_bytes, MAX_GROWTH_BYTES))
-        flags = max(flags, found.flags)
+        flags, packet_bytes = max(flags, found.flags), max(packet_bytes, found.packet_bytes)
+    if packet_bytes:
+        options["packet_bytes"] = packet_bytes
     made = _WORKSPACES[key] = kind(group, device, slot_bytes, max(MIN_PLAN_FLAGS, flags), **options)
     if found is not None and found.memory is not None:
         found.replaced = True

@@ -166,7 +166,6 @@ void set_results(Params& params, Given const& given) {
 #endif
 }
 
-#if DG_SCHEDULE != DG_PLAIN
 using TileParams = cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90Params;
 
 TileParams tile_order(Given const& given, cutlass::KernelHardwareInfo const& hardware) {
@@ -179,7 +178,6 @@ TileParams tile_order(Given const& given, cutlass::KernelHardwareInfo const& har
   return cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90::to_underlying_arguments(
       make_shape(given.m, given.n, given.k, given.l), Tile{}, Cluster{}, hardware, arguments);
 }
-#endif
 
 void set(Params& params, void const* from) {
   auto const& given = *static_cast<Given const*>(from);
@@ -191,13 +189,9 @@ void set(Params& params, void const* from) {
 #endif
   params.epilogue.terms = given.terms;
   set_results(params.epilogue, given);
-#if DG_SCHEDULE == DG_PLAIN
-  params.mode = cutlass::gemm::GemmUniversalMode::kBatched;
-#else
   params.mode = cutlass::gemm::GemmUniversalMode::kGemm;
   params.hw_info.sm_count = given.sm_count;
   params.scheduler = tile_order(given, params.hw_info);
-#endif
 }
 
 dim3 grid(Params const& params) { return Kernel::get_grid_shape(params); }
