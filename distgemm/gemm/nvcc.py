@@ -67,8 +67,8 @@ LOG = logging.getLogger("distgemm")
 FLAGS = ("-O3", "-std=c++17", "-DNDEBUG", "--expt-relaxed-constexpr", "-cubin")
 T = TypeVar("T")
 
-SERIALISED = "C7510"
-"""The number of ptxas's warning that it serialised wgmma."""
+SERIALISED = "wgmma.mma_async instructions are serialized"
+"""What ptxas says if it serialised wgmma. The numbers of these messages differ by the reason."""
 TOOLKIT = "/usr/local/cuda"
 
 VERSION_TIMEOUT_S = 60.0

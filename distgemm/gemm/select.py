@@ -129,7 +129,7 @@ def tile_order(spec: GemmSpec, config: GemmConfig, sms: int = SMS) -> GemmConfig
     """A configuration with the order of tiles in which those that run at once read the fewest rows of A and B.
 
     CUTLASS's own order stays if another one saves little, or if its stripes need tiles outside of D. It stays for fp8,
-    where other orders were not measured.
+    where stripes of 4 and 8 tiles were slower in most measurements.
     """
     if config.kernel_schedule == "plain" or spec.a.dtype in FP8:
         return config

@@ -283,6 +283,10 @@ def fp8_cases() -> Iterator[Case]:
         for cluster, terms in itertools.product(tile.clusters, (("row_scales",), ("blocks",), ("blocks", "partial"))):
             config = GemmConfig((*tile.extents, 128), cluster, tile.kernel_schedule, share=2)
             yield Case(e4m3, "rr", terms, m=2184, n=2856, k=1008, pad=16, config=str(config))
+    # Two products alternate from stage to stage: odd and even numbers of stages.
+    for k, terms in itertools.product((128, 256, 384), (("row_scales",), ("blocks",))):
+        config = GemmConfig((128, 128, 128), (2, 1), share=2)
+        yield Case(e4m3, "rr", terms, m=2184, n=2856, k=k, pad=16, config=str(config))
     # Other tiles: rows of B's blocks divide them, or not; one or two blocks of rows of A in a thread.
     for text in (
         "128x192x128_1x2_cooperative_raster_m_swizzle_2", "64x192x128_2x2_pingpong", "256x64x128_1x1_cooperative",

@@ -416,8 +416,9 @@ def test_a_failure_with_warnings_only_shows_them(nvcc: Nvcc) -> None:
         cubin_path(SOURCE)
 
 
-def test_serialised_wgmma_is_a_failure(nvcc: Nvcc) -> None:
-    says = "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized"
+@pytest.mark.parametrize("number", ["C7510", "C7514"])
+def test_serialised_wgmma_is_a_failure(nvcc: Nvcc, number: str) -> None:
+    says = f"ptxas info : ({number}) Potential Performance Loss: wgmma.mma_async instructions are serialized"
     nvcc.set(does=f'echo "{says}"; {WRITES}')
     with pytest.raises(CompileError, match="ptxas serialised wgmma in a kernel") as raised:
         cubin_path(SOURCE)

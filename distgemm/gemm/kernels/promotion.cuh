@@ -3,9 +3,9 @@
 // to sums in float32. Operands are loaded as by CUTLASS's main loop for fp8.
 //
 // While tensor cores compute a product, a warp adds the one before. So a thread has registers for its sums and for two
-// products of its part of the tile. For large tiles there are only registers for one product, of 64 rows of a warp group's
-// part of the tile and kWidth columns: a tile is computed piece by piece, and the other warp group's product is computed
-// meanwhile.
+// products of its part of the tile. For large tiles there are only registers for one product, of 64 rows of a warp
+// group's part of the tile and kWidth columns. Such a tile is computed piece by piece, and while a warp group adds its
+// product, only the other one's is computed.
 
 #pragma once
 
