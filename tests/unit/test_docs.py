@@ -322,7 +322,9 @@ def mean(figures: list[float]) -> float:
 
 
 @pytest.mark.parametrize("page", ["measurements.md", "../README.md"])
-@pytest.mark.parametrize("file", ["executions_2xh200", "executions_4xh200", "executions_4xh100", "executions_few_4xh100"])
+@pytest.mark.parametrize(
+    "file", ["executions_2xh200", "executions_4xh200", "executions_4xh100", "executions_few_4xh100"]
+)
 def test_ratios_are_what_the_files_say(page: str, file: str) -> None:
     rows, text = reference(f"{file}.json").values(), read(page)
     for peer in ("NCCL", "torch"):
