@@ -56,12 +56,12 @@ def fp8_gemms() -> str:
                     ms = min(ms for name, ms in row["ms"].items() if name not in {"torch", "quantize"})
                     shape = f"{row['m']}x{row['n']}x{row['k']}"
                     best[shape] = row["ms"]["torch"] / ms
-                    # Tiles of the older kernels were selected when they were measured.
-                    own = ms * excess(row) if gpu == "H200" else row["ms"][row["default"]]
-                    selected[shape] = row["ms"]["torch"] / own
+                    selected[shape] = row["ms"]["torch"] / (ms * excess(row))
             cells = [gpu, scaling]
             for ratios in (selected, best):
                 least = min(ratios, key=ratios.__getitem__)
-                cells += [f"{geometric_mean(ratios.values()):.3f}", f"{ratios[least]:.3f} ({least})"]
+                # What selects tiles does not fit the older kernels.
+                found_cells = [f"{geometric_mean(ratios.values()):.3f}", f"{ratios[least]:.3f} ({least})"]
+                cells += ["", ""] if gpu == "H200" and ratios is selected else found_cells
             rows.append([*cells, str(len(best))])
     return rows_of("GPU | scales | selected tile: mean | least | best tile: mean | least | shapes", rows)

@@ -139,13 +139,13 @@ def test_every_tile_has_one_rate() -> None:
 
 
 @pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="a source archive has no benchmarks/")
-@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "blockwise"])
-def test_the_selected_tile_for_fp8_is_about_the_fastest(scaling: str) -> None:
-    """Of the configurations that an H200 measured, with the rates that are listed."""
+@pytest.mark.parametrize(("scaling", "shapes"), [("tensorwise", 16), ("rowwise", 16), ("blockwise", 15)])
+def test_the_selected_tile_for_fp8_is_about_the_fastest(scaling: str, shapes: int) -> None:
+    """Of the configurations that an H100 measured, with the rates that are listed."""
     excess = runpy.run_path(str(BENCHMARKS / "gemm_fp8.py"))["excess"]
-    rows = json.loads((BENCHMARKS / "results" / "gemm_fp8_h200.json").read_text())["rows"]
+    rows = json.loads((BENCHMARKS / "results" / "gemm_fp8_h100.json").read_text())["rows"]
     slower = [excess(row) for row in rows if row["scaling"] == scaling]
-    assert len(slower) == 24
+    assert len(slower) == shapes
     assert statistics.geometric_mean(slower) <= 1.02
 
 
