@@ -48,12 +48,11 @@ class LoadingMainloop : public Base {
   // CUTLASS's kernels take numbers of tiles from the shapes of these tensors, and nothing else.
   template <class Problem>
   CUTLASS_DEVICE auto load_init(Problem const& problem, typename Base::Params const&) const {
-    auto const [m, n, k, l] = problem;
-    int const steps = ceil_div(k, DG_TILE_K);
+    int const steps = ceil_div(get<2>(problem), DG_TILE_K), batches = get<3>(problem);
     auto const tiles = [&](int count) {
-      return make_tensor(static_cast<Element const*>(nullptr), make_shape(_1{}, _1{}, count, steps, int(l)));
+      return make_tensor(static_cast<Element const*>(nullptr), make_shape(_1{}, _1{}, count, steps, batches));
     };
-    return make_tuple(tiles(ceil_div(m, DG_TILE_M)), tiles(ceil_div(n, DG_TILE_N)));
+    return make_tuple(tiles(ceil_div(get<0>(problem), DG_TILE_M)), tiles(ceil_div(get<1>(problem), DG_TILE_N)));
   }
 
   template <class Pipeline, class State, class Inputs, class Coord, class Steps>
