@@ -119,6 +119,13 @@ def test_tiles_that_run_at_once_read_few_rows() -> None:
     assert tile_order(spec(128 * 128, 64 * 128, 4096), plain) == plain
 
 
+@pytest.mark.parametrize(("m", "n"), [(0, 64), (64, 0), (0, 0), (1, 8)])
+def test_few_or_no_elements_have_a_configuration(m: int, n: int) -> None:
+    """A rank without tokens selects one, too: its launch does nothing."""
+    product = spec(m, n, 64)
+    assert select_config(HOPPER, product) == HOPPER.configs(product)[0]
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_the_first_is_the_fastest_by_the_formula(model: str) -> None:
     for layer in MODELS[model].layers:
