@@ -49,6 +49,7 @@ ON_2X4 = ("functions", "all-to-alls", "layers")
 """Checks that also run on 2 x 4 ranks."""
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("mesh", "check"),
     [
