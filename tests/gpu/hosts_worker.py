@@ -8,7 +8,8 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -18,16 +19,13 @@ from cuda.bindings import driver, runtime
 from torch.distributed.device_mesh import init_device_mesh
 
 import distgemm
-from distgemm.runtime import cuda
 from distgemm.runtime.checks import HOST_MESH, flat_mesh, process_group
 from distgemm.runtime.cuda import nccl
 from distgemm.runtime.cuda.lowering.actions import exchanges_of
 from distgemm.runtime.cuda.workspace import Workspace, workspace_for
-from distgemm.runtime.executable import ExecutionConfig
 from distgemm.runtime.groups import ranks_per_host
 from distgemm.schedulers import Pattern
-from distgemm.torch_ops import library, select_schedule
-from distgemm.tune import ranks as tune_ranks
+from distgemm.torch_ops import select_schedule
 from tests.gpu import torch_worker
 from tests.gpu.cuda_worker import Case, compiled
 from tests.gpu.fault_worker import GROUP_TIMEOUT_S
@@ -36,34 +34,19 @@ CALLS = 4
 """Eager, recorded once for each buffer, and replayed."""
 
 
-@contextlib.contextmanager
-def across(named: bool = True) -> Iterator[None]:
+def across(named: bool = True) -> AbstractContextManager[None]:
     """In the place of ``torch_worker.quick``: cuBLAS multiplies, and "auto" is the rule of CPUs, which nests schedules.
 
     Args:
         named: whether "auto" is that rule. Otherwise it is predicted.
     """
-    make, prepare = cuda.compile_plan, library.prepare
 
-    def compile_quickly(plan: distgemm.Plan, execution: ExecutionConfig | None = None, **options: Any) -> Any:
-        execution = dataclasses.replace(execution or ExecutionConfig(), provider="cublas", config=None)
-        return make(plan, execution, **(options | {"timeout": torch_worker.TIMEOUT_S}))
+    def nested(pattern: Pattern, problem: Any, group: str, chunks: int | None) -> tuple[str, int | None]:
+        name, options = select_schedule(pattern, problem, ranks_per_host(process_group(group)))
+        options |= {} if chunks is None else {"chunks": chunks}
+        return " ".join([name, *(f"{key}={value}" for key, value in options.items())]), None
 
-    def by_name(
-        pattern: Pattern, problem: Any, group: str, at: Any, schedule: str, chunks: int | None, *rest: Any, **more: Any
-    ) -> Any:
-        if schedule == "auto":
-            name, options = select_schedule(pattern, problem, ranks_per_host(process_group(group)))
-            options |= {} if chunks is None else {"chunks": chunks}
-            schedule, chunks = " ".join([name, *(f"{key}={value}" for key, value in options.items())]), None
-        return prepare(pattern, problem, group, at, schedule, chunks, *rest, **more)
-
-    with contextlib.ExitStack() as stack:
-        for module in (cuda, tune_ranks):
-            stack.enter_context(mock.patch.object(module, "compile_plan", compile_quickly))
-        if named:
-            stack.enter_context(mock.patch.object(library, "prepare", by_name))
-        yield
+    return torch_worker.compiled_with(lambda plan: {"provider": "cublas"}, nested if named else None)
 
 
 def functions() -> list[str]:

@@ -18,6 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
@@ -113,32 +114,48 @@ def _aligned(problem: distgemm.GemmProblem, ranks: int) -> bool:
     return problem.dtype == "bfloat16" and not problem.n % (8 * ranks) and not problem.k % (8 * ranks)
 
 
-@contextlib.contextmanager
-def quick(named: bool = True) -> Iterator[None]:
+def quick(named: bool = True) -> AbstractContextManager[None]:
     """Compiles few kernels: GEMMs by one tile configuration of CUTLASS if all is aligned, otherwise by cuBLAS.
 
     Args:
         named: whether "auto", which all backward passes use, becomes a schedule of NAMED.
     """
+
+    def gemms(plan: distgemm.Plan) -> dict[str, Any]:
+        aligned = _aligned(plan.problem, plan.world_size)
+        return {"provider": "cutlass", "config": CONFIG} if aligned else {"provider": "cublas"}
+
+    return compiled_with(gemms, (lambda pattern, problem, group, chunks: NAMED[pattern]) if named else None)
+
+
+@contextlib.contextmanager
+def compiled_with(
+    gemms: Callable[[distgemm.Plan], dict[str, Any]],
+    auto: Callable[[Pattern, Any, str, int | None], tuple[str, int | None]] | None,
+) -> Iterator[None]:
+    """Plans are compiled with other providers and configurations, and a timeout for tests.
+
+    Args:
+        gemms: the fields of ExecutionConfig for a plan, beside no configuration.
+        auto: a schedule and chunks in the place of "auto", for a pattern, problem, group and chunks; None: it stays.
+    """
     make, prepare = cuda.compile_plan, library.prepare
 
     def compile_quickly(plan: distgemm.Plan, execution: ExecutionConfig | None = None, **options: Any) -> Any:
-        cutlass = _aligned(plan.problem, plan.world_size)
-        gemms: dict[str, Any] = {"provider": "cutlass", "config": CONFIG} if cutlass else {"provider": "cublas"}
-        execution = dataclasses.replace(execution or ExecutionConfig(), **({"config": None} | gemms))
+        execution = dataclasses.replace(execution or ExecutionConfig(), **({"config": None} | gemms(plan)))
         return make(plan, execution, **(options | {"timeout": TIMEOUT_S}))
 
     def by_name(
         pattern: Pattern, problem: Any, group: str, at: Any, schedule: str, chunks: int | None, *rest: Any, **more: Any
     ) -> Any:
         if schedule == "auto":
-            schedule, chunks = NAMED[pattern]
+            schedule, chunks = auto(pattern, problem, group, chunks)
         return prepare(pattern, problem, group, at, schedule, chunks, *rest, **more)
 
     with contextlib.ExitStack() as stack:
         for module in (cuda, tune_ranks):
             stack.enter_context(mock.patch.object(module, "compile_plan", compile_quickly))
-        if named:
+        if auto is not None:
             stack.enter_context(mock.patch.object(library, "prepare", by_name))
         yield
 
