@@ -434,6 +434,7 @@ def test_a_stage_has_the_rows_that_exist(blocks: int, m: int) -> None:
     loaded = [begin + row for begin in begins for row in range(params.box_m)]
     assert len(set(loaded)) == len(loaded) and set(range(m)) <= set(loaded) and max(loaded) < min(m + 15, 128)
     assert all(begin % 8 == 0 for begin in begins)
+    assert params.box_m == min(params.loaded_m, m) and (blocks == 1 or m < 9 or len(begins) == 2)  # each loads a share
 
 
 @pytest.mark.usefixtures("_driver")
@@ -496,6 +497,18 @@ def test_a_workspace_begins_with_the_first_epoch_and_slots_of_nan() -> None:
     larger = workspace_for(GROUP, CPU, 3001, 1025, EpochWorkspace)
     assert larger is not workspace and workspace.replaced and larger.flags == 1025
     assert workspace.peers == [0, 2]
+
+
+@pytest.mark.usefixtures("pretended")
+def test_a_workspace_has_packets_behind_the_slots() -> None:
+    first = workspace_for(GROUP, CPU, 3000, 7, EpochWorkspace)
+    workspace = workspace_for(GROUP, CPU, 3000, 7, EpochWorkspace, 512)
+    assert workspace is not first and first.replaced and first.memory is not None and workspace.memory is not None
+    assert workspace.memory.numel() == first.memory.numel() + 2 * 512
+    assert workspace.slots_of(1).numel() == first.slots_of(1).numel() == 2 * 3072  # NaN fills these alone
+    assert workspace_for(GROUP, CPU, 3000, 7, EpochWorkspace, 512) is workspace
+    assert workspace_for(GROUP, CPU, 100, 7, EpochWorkspace) is workspace
+    assert workspace_for(GROUP, CPU, 5000, 7, EpochWorkspace).packet_bytes == 512  # a larger one keeps them
 
 
 @pytest.mark.usefixtures("pretended")

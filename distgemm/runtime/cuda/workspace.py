@@ -531,15 +531,20 @@ def workspace_for(
     if found is not None and found.memory is not None and found.dead is None and found.group is group:
         if found.slot_bytes >= slot_bytes and found.flags >= flags and found.packet_bytes >= packet_bytes:
             return found
-        # Some more than is asked for: shapes that grow slowly would take a new one each.
-        slot_bytes = max(slot_bytes, found.slot_bytes + min(found.slot_bytes, MAX_GROWTH_BYTES))
-        flags, packet_bytes = max(flags, found.flags), max(packet_bytes, found.packet_bytes)
+        slot_bytes, packet_bytes = _grown(found.slot_bytes, slot_bytes), _grown(found.packet_bytes, packet_bytes)
+        flags = max(flags, found.flags)
     if packet_bytes:
         options["packet_bytes"] = packet_bytes
     made = _WORKSPACES[key] = kind(group, device, slot_bytes, max(MIN_PLAN_FLAGS, flags), **options)
     if found is not None and found.memory is not None:
         found.replaced = True
     return made
+
+
+def _grown(size: int, asked: int) -> int:
+    """A size, or a larger one if more is asked for: some more than that, as shapes that grow slowly would take a new
+    workspace each."""
+    return size if asked <= size else max(asked, size + min(size, MAX_GROWTH_BYTES))
 
 
 def close_workspaces(group: dist.ProcessGroup) -> None:
