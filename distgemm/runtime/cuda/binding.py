@@ -26,7 +26,7 @@ from distgemm.plan.scaling import SCALE_OPERANDS, OperandScaling
 from distgemm.runtime.checks import TORCH_DTYPES, gathered_box, shard_dtype
 from distgemm.runtime.cuda.flag_kernel import bind_flag_ops, flag_source
 from distgemm.runtime.cuda.lowering import copies_first, lower
-from distgemm.runtime.cuda.lowering.actions import COMM, Action, exchanges_of, waits_of
+from distgemm.runtime.cuda.lowering.actions import COMM, Action, exchanges_of, on_one_stream, waits_of
 from distgemm.runtime.cuda.memops import FlagOpsLaunch, copies_of, wait_for, write
 from distgemm.runtime.cuda.nccl import ExchangeLaunch, Message
 from distgemm.runtime.cuda.workspace import Step, Workspace
@@ -106,7 +106,7 @@ class Binder:
 
     Raises:
         PlanError: as :func:`distgemm.runtime.cuda.lowering.lower.lower` raises it.
-        ValueError: for a scaling that no kernel has.
+        ValueError: for a scaling that no kernel has, or for ``wait_by="kernel"`` where kernels run on several streams.
     """
 
     def __init__(self, plan: Plan, rank: int, device: torch.device, execution: ExecutionConfig) -> None:
@@ -117,6 +117,7 @@ class Binder:
         _check_scaling(plan)
         self.first_users_of_a = first_users_of_a(plan, rank)
         self.actions: Sequence[Action] = lower(plan, rank, execution)
+        _check_waits(plan, execution, self.actions)
 
     def attach(self, workspace: Workspace, number: int) -> None:
         """Set where calls find slots and flags.
@@ -412,6 +413,15 @@ def first_users_of_a(plan: Plan, rank: int) -> set[int]:
     wanted = gathered_box(plan, rank)
     covered = all(contains(wanted, box) for box in first) and sum(map(box_size, first)) == box_size(wanted)
     return set(first.values()) if covered else set()
+
+
+def _check_waits(plan: Plan, execution: ExecutionConfig, actions: Sequence[Action]) -> None:
+    if execution.wait_by == "kernel" and not on_one_stream(actions):
+        raise ValueError(
+            f"wait_by='kernel' is for plans that multiply and add on one stream, and {plan.schedule} with "
+            f"gemm_streams={execution.gemm_streams} does not: beside other kernels, a kernel that waits may "
+            "keep an SM from what it waits for. wait_by='memory_op' works"
+        )
 
 
 def _check_scaling(plan: Plan) -> None:

@@ -29,7 +29,7 @@ from distgemm.runtime.checks import (
 from distgemm.runtime.cuda.binding import Binder, Bound, CallTensors
 from distgemm.runtime.cuda.calls import GpuExecutable, PreparedCall
 from distgemm.runtime.cuda.lowering import most_flags
-from distgemm.runtime.cuda.lowering.actions import GEMM_STREAM, Action, exchanges_of, on_one_stream
+from distgemm.runtime.cuda.lowering.actions import GEMM_STREAM, Action, exchanges_of
 from distgemm.runtime.cuda.recording import CallLayout, Recording, captured_node, layout_of
 from distgemm.runtime.cuda.watched import awaited
 from distgemm.runtime.cuda.workspace import BUFFERS, FlagValues, Workspace
@@ -88,12 +88,6 @@ class CudaExecutable(GpuExecutable):
         problem: Exception | None = None
         try:
             self.binder = Binder(plan, self.rank, device, execution)
-            if execution.wait_by == "kernel" and not on_one_stream(self.actions):
-                raise ValueError(
-                    f"wait_by='kernel' is for plans that multiply and add on one stream, and {plan.schedule} with "
-                    f"gemm_streams={execution.gemm_streams} does not: beside other kernels, a kernel that waits may "
-                    "keep an SM from what it waits for. wait_by='memory_op' works"
-                )
             choices = self.binder.choices(turned_b=turned_b)
         except Exception as error:  # raised below, once all ranks know of it
             problem, choices = error, []
