@@ -30,8 +30,9 @@ KERNELS = {
     "128x192x128_2x1_cooperative": FP8,
     "128x192x128_1x2_cooperative": BLOCKS,
     "128x160x128_2x1_cooperative": BLOCKS,
-    "128x256x128_1x2_cooperative": FP8,
+    "128x224x128_2x1_cooperative": FP8,
 }
+
 
 INSTRUCTIONS = {
     "128x256x64_1x2_cooperative": "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16",
@@ -44,7 +45,7 @@ INSTRUCTIONS = {
     "128x192x128_2x1_cooperative": "wgmma.mma_async.sync.aligned.m64n96k32.f32.e4m3.e4m3",
     "128x192x128_1x2_cooperative": "wgmma.mma_async.sync.aligned.m64n192k32.f32.e4m3.e4m3",
     "128x160x128_2x1_cooperative": "wgmma.mma_async.sync.aligned.m64n80k32.f32.e4m3.e4m3",
-    "128x256x128_1x2_cooperative": "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3",
+    "128x224x128_2x1_cooperative": "wgmma.mma_async.sync.aligned.m64n112k32.f32.e4m3.e4m3",
 }
 """The instruction that multiplies in each kernel."""
 SPILLED = {"256x208x64_2x1_cooperative": 76}
