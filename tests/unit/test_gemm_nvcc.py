@@ -28,7 +28,6 @@ KERNELS = {
     "128x128x128_2x1_cooperative": BLOCKS,
     "128x144x128_2x1_cooperative": FP8,
     "128x192x128_2x1_cooperative": FP8,
-    "128x192x128_1x2_cooperative": BLOCKS,
     "128x160x128_2x1_cooperative": BLOCKS,
     "128x224x128_2x1_cooperative": FP8,
 }
@@ -43,8 +42,7 @@ INSTRUCTIONS = {
     "128x128x128_2x1_cooperative": "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3",
     "128x144x128_2x1_cooperative": "wgmma.mma_async.sync.aligned.m64n72k32.f32.e4m3.e4m3",
     "128x192x128_2x1_cooperative": "wgmma.mma_async.sync.aligned.m64n96k32.f32.e4m3.e4m3",
-    "128x192x128_1x2_cooperative": "wgmma.mma_async.sync.aligned.m64n192k32.f32.e4m3.e4m3",
-    "128x160x128_2x1_cooperative": "wgmma.mma_async.sync.aligned.m64n80k32.f32.e4m3.e4m3",
+    "128x160x128_2x1_cooperative": "wgmma.mma_async.sync.aligned.m64n160k32.f32.e4m3.e4m3",
     "128x224x128_2x1_cooperative": "wgmma.mma_async.sync.aligned.m64n112k32.f32.e4m3.e4m3",
 }
 """The instruction that multiplies in each kernel."""

@@ -32,11 +32,13 @@ template <class Base>
 class PromotingMainloop : public Base {
   static constexpr int kGroups = DG_SCHEDULE == DG_COOPERATIVE ? 2 : 1;  // warp groups that share a tile
   static constexpr int kSums = DG_TILE_M * DG_TILE_N / (kGroups * 128);
-  // The most registers for sums and two products; the compiler spills more. Scales take some beside them.
-  static constexpr int kMostOfTwo = DG_SCALE_ROWS_B == 1 ? 144 : !blockwise || 128 % DG_TILE_N == 0 ? 192 : 176;
-  // Whether there is room for two products of whole rows of the tile, or of half ones.
+  // The most registers for sums and two products; the compiler spills more. Scales of columns take the most beside them.
+  static constexpr int kMostOfTwo = DG_SCALE_ROWS_B == 1 ? 144 : 192;
+  // Whether there is room for two products of all columns, or of half of them. Halves read A from shared memory twice.
+  // With scales of blocks, they took longer than one whole product at a time.
   static constexpr bool fits(int parts) {
-    return DG_TILE_M == kGroups * 64 && DG_TILE_N % (8 * parts) == 0 && kSums + DG_TILE_N / parts <= kMostOfTwo;
+    return DG_TILE_M == kGroups * 64 && DG_TILE_N % (8 * parts) == 0 && kSums + DG_TILE_N / parts <= kMostOfTwo &&
+           (parts == 1 || !blockwise);
   }
   static constexpr bool kTwo = fits(1) || fits(2);
   static constexpr bool kHalves = kTwo ? !fits(1) : kSums + DG_TILE_N / 2 > 192 && DG_TILE_N % 16 == 0;
