@@ -283,9 +283,9 @@ def fp8_cases() -> Iterator[Case]:
         for cluster, terms in itertools.product(tile.clusters, (("row_scales",), ("blocks",), ("blocks", "partial"))):
             config = GemmConfig((*tile.extents, 128), cluster, tile.kernel_schedule, share=2)
             yield Case(e4m3, "rr", terms, m=2184, n=2856, k=1008, pad=16, config=str(config))
-    # Two products alternate from stage to stage: odd and even numbers of stages.
-    for k, terms in itertools.product((128, 256, 384), (("row_scales",), ("blocks",))):
-        config = GemmConfig((128, 128, 128), (2, 1), share=2)
+    # Two products alternate, of whole tiles or of their halves: odd and even numbers of stages.
+    for n, k, terms in itertools.product((128, 160), (128, 256, 384), (("row_scales",), ("blocks",))):
+        config = GemmConfig((128, n, 128), (2, 1), share=2)
         yield Case(e4m3, "rr", terms, m=2184, n=2856, k=k, pad=16, config=str(config))
     # Other tiles: rows of B's blocks divide them, or not; one or two blocks of rows of A in a thread.
     for text in (
@@ -293,7 +293,8 @@ def fp8_cases() -> Iterator[Case]:
         "256x144x128_1x2_cooperative", "128x40x128_1x1_cooperative",
     ):  # fmt: skip
         yield Case(e4m3, "rr", ("blocks",), m=1096, n=1352, k=400, pad=16, config=text)
-    for text in ("128x160x128_1x2_cooperative_share_2", "64x96x128_1x1_pingpong", "256x64x128_2x1_cooperative_direct"):
+    for text in ("128x160x128_1x2_cooperative_share_2", "128x144x128_2x1_cooperative", "64x96x128_1x1_pingpong",
+                 "256x64x128_2x1_cooperative_direct"):  # fmt: skip
         yield Case(e4m3, "rr", ("column_blocks",), m=1096, n=1352, k=400, pad=16, config=text)
     for a, b in ((e5m2, e4m3), (e4m3, e5m2), (e5m2, e5m2)):
         for terms in (("scales",), ("row_scales",), ("blocks",), ("alpha", "scales", "c")):

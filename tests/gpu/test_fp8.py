@@ -1,4 +1,4 @@
-"""fp8 on GPUs: functions with recipes, also with ranks that share one GPU."""
+"""fp8 on GPUs: functions with recipes, on 1 to 8 ranks, also where they share one GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from distgemm.runtime.launch import launch
 from tests.gpu import fp8_worker
 from tests.once import once
 
-CHECKS = ["functions", "plans", "refused"]
+CHECKS = ["functions", "unequal", "plans", "refused"]
 pytestmark = pytest.mark.gpu(1)
 
 
@@ -20,6 +20,6 @@ def results(ranks: int) -> list[dict[str, list[str]]]:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_ranks_that_share_a_gpu_compute_what_one_rank_computes(ranks: int, check: str) -> None:
     assert [failure for found in results(ranks) for failure in found[check]] == []

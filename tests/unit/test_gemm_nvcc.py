@@ -15,12 +15,21 @@ from distgemm.gemm.nvcc import SERIALISED, command, find_nvcc
 MATRIX = MatrixSpec("bfloat16", 256, 256)
 PRODUCT = GemmSpec(MATRIX, MATRIX, MATRIX)
 WITH_PARTIAL = GemmSpec(MATRIX, MATRIX, MATRIX, partial=MATRIX)
+CODES = MatrixSpec("float8_e4m3fn", 256, 256)
+FP8 = GemmSpec(CODES, CODES, MATRIX, scale_a="row", scale_b="row")
+BLOCKS = GemmSpec(CODES, CODES, MATRIX, scale_a="1x128", scale_b="128x128")
 KERNELS = {
     "128x256x64_1x2_cooperative": PRODUCT,
     "128x128x64_2x1_pingpong": WITH_PARTIAL,
     "128x128x64_1x2_pingpong": WITH_PARTIAL,
     "256x208x64_2x1_cooperative": PRODUCT,
     "128x128x32_1x1_plain": PRODUCT,
+    # fp8 has registers for two products of whole tiles, of halves, or for one.
+    "128x128x128_2x1_cooperative": BLOCKS,
+    "128x144x128_2x1_cooperative": FP8,
+    "128x192x128_2x1_cooperative": FP8,
+    "128x160x128_2x1_cooperative": BLOCKS,
+    "128x224x128_2x1_cooperative": FP8,
 }
 
 
@@ -30,6 +39,11 @@ INSTRUCTIONS = {
     "128x128x64_1x2_pingpong": "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16",
     "256x208x64_2x1_cooperative": "wgmma.mma_async.sync.aligned.m64n208k16.f32.bf16.bf16",
     "128x128x32_1x1_plain": "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",
+    "128x128x128_2x1_cooperative": "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3",
+    "128x144x128_2x1_cooperative": "wgmma.mma_async.sync.aligned.m64n72k32.f32.e4m3.e4m3",
+    "128x192x128_2x1_cooperative": "wgmma.mma_async.sync.aligned.m64n96k32.f32.e4m3.e4m3",
+    "128x160x128_2x1_cooperative": "wgmma.mma_async.sync.aligned.m64n160k32.f32.e4m3.e4m3",
+    "128x224x128_2x1_cooperative": "wgmma.mma_async.sync.aligned.m64n112k32.f32.e4m3.e4m3",
 }
 """The instruction that multiplies in each kernel."""
 SPILLED = {"256x208x64_2x1_cooperative": 76}

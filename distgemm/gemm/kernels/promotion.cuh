@@ -2,10 +2,10 @@
 // has. So they sum up 128 columns of A and B, which is the depth of a tile, and then the consumer warps add this product
 // to sums in float32. Operands are loaded as by CUTLASS's main loop for fp8.
 //
-// While tensor cores compute a product, a warp adds the one before. So a thread has registers for its sums and for two
-// products of its part of the tile. For large tiles there are only registers for one product, of 64 rows of a warp
-// group's part of the tile and kWidth columns. Such a tile is computed piece by piece, and while a warp group adds its
-// product, only the other one's is computed.
+// A tile is computed piece by piece: 64 rows of a warp group's part of the tile, and all of its columns or half of them.
+// While tensor cores compute one piece, a warp adds the one before. So a thread has registers for its sums and for the
+// products of two pieces. For the largest tiles there are only registers for one, and while a warp group adds it, only
+// the other group's is computed.
 
 #pragma once
 
@@ -32,11 +32,16 @@ template <class Base>
 class PromotingMainloop : public Base {
   static constexpr int kGroups = DG_SCHEDULE == DG_COOPERATIVE ? 2 : 1;  // warp groups that share a tile
   static constexpr int kSums = DG_TILE_M * DG_TILE_N / (kGroups * 128);
-  // Whether there are registers for the sums and two products of a whole tile, or one. The compiler spills more. Scales
-  // of columns take the most registers beside them.
-  static constexpr int kMostOfTwo = !blockwise ? 216 : DG_SCALE_ROWS_B == 1 ? 144 : 192;
-  static constexpr bool kTwo = DG_TILE_M == kGroups * 64 && kSums * 3 <= kMostOfTwo;
-  static constexpr bool kHalves = !kTwo && kSums + DG_TILE_N / 2 > 192 && DG_TILE_N % 16 == 0;
+  // The most registers for sums and two products; the compiler spills more. Scales of columns take the most beside them.
+  static constexpr int kMostOfTwo = DG_SCALE_ROWS_B == 1 ? 144 : 192;
+  // Whether there is room for two products of all columns, or of half of them. Halves read A from shared memory twice.
+  // With scales of blocks, they took longer than one whole product at a time.
+  static constexpr bool fits(int parts) {
+    return DG_TILE_M == kGroups * 64 && DG_TILE_N % (8 * parts) == 0 && kSums + DG_TILE_N / parts <= kMostOfTwo &&
+           (parts == 1 || !blockwise);
+  }
+  static constexpr bool kTwo = fits(1) || fits(2);
+  static constexpr bool kHalves = kTwo ? !fits(1) : kSums + DG_TILE_N / 2 > 192 && DG_TILE_N % 16 == 0;
   static constexpr int kWidth = kHalves ? DG_TILE_N / 2 : DG_TILE_N;
 
  public:
@@ -91,40 +96,49 @@ class PromotingMainloop : public Base {
     clear(sums);
     scales.load();
     if constexpr (kTwo) {
-      static_assert(kPieces == 1);
       auto other = make_fragment_like(product);
-      auto const add = [&](auto& from, bool last) CUTLASS_LAMBDA_FUNC_INLINE {
+      auto const add = [&](auto& from, int piece) CUTLASS_LAMBDA_FUNC_INLINE {
         warpgroup_fence_operand(from);
-        release();
-        scales.take();
-        if (!last) scales.load();
-        scales.add(sums, from, 0, 0);
+        if (piece == kPieces - 1) release();
+        if (piece == 0) {
+          scales.take();
+          if (count) scales.load();
+        }
+        scales.add(sums, from, piece % kDown, piece / kDown);
       };
-      // Waits for the next stage. Without one, adds the last product and returns true.
-      auto const ends = [&](auto& last) CUTLASS_LAMBDA_FUNC_INLINE {
+      // Begins a piece, and adds the one before.
+      auto const follow = [&](auto& earlier, auto& later, int piece) CUTLASS_LAMBDA_FUNC_INLINE {
+        start(later, piece % kDown, piece / kDown);
+        warpgroup_wait<1>();
+        add(earlier, piece ? piece - 1 : kPieces - 1);
+      };
+      // Computes the pieces of a stage behind the first one, and waits for the next stage. Without one, adds the last
+      // piece and returns true.
+      auto const ends = [&](auto& first, auto& second) CUTLASS_LAMBDA_FUNC_INLINE {
+        --count;
+        CUTLASS_PRAGMA_UNROLL
+        for (int piece = 1; piece < kPieces; ++piece) {
+          follow(piece % 2 ? first : second, piece % 2 ? second : first, piece);
+        }
         ++state;
-        if (--count) {
+        if (count) {
           pipeline.consumer_wait(state);
           return false;
         }
         warpgroup_wait<0>();
-        add(last, true);
+        add(kPieces % 2 ? first : second, kPieces - 1);
         return true;
-      };
-      auto const follow = [&](auto& earlier, auto& later) CUTLASS_LAMBDA_FUNC_INLINE {
-        start(later, 0, 0);
-        warpgroup_wait<1>();
-        add(earlier, false);
       };
       // Otherwise ptxas would initialise them while wgmmas run.
       warpgroup_fence_operand(sums);
       warpgroup_fence_operand(other);
       start(product, 0, 0);
+      constexpr bool kOdd = kPieces % 2;
       while (true) {
-        if (ends(product)) break;
-        follow(product, other);
-        if (ends(other)) break;
-        follow(other, product);
+        if (ends(product, other)) break;
+        follow(kOdd ? product : other, kOdd ? other : product, 0);
+        if (ends(kOdd ? other : product, kOdd ? product : other)) break;
+        follow(other, product, 0);
       }
     } else {
       while (true) {
