@@ -17,7 +17,7 @@ from distgemm.plan.problem import DTYPE_BYTES
 from distgemm.schedulers import Pattern
 from distgemm.simulator.machine import Machine
 
-__all__ = ["CONFIGS", "SPANNING", "MACHINE", "ONE_SHOT", "ROW_BYTES", "configs_of", "gemm_of", "traits_of"]
+__all__ = ["CONFIGS", "SPANNING", "MACHINE", "ONE_SHOT", "ROW_BYTES", "SPLIT", "configs_of", "gemm_of", "traits_of"]
 
 LARGE = "128x256x64_2x1_cooperative"
 WIDE = ("256x192x64_1x2_cooperative", "256x160x64_1x2_cooperative", LARGE)
@@ -34,19 +34,27 @@ ONE_SHOT = ("64x64x64_1x2_pingpong", "64x128x64_1x2_pingpong")
 """Those of one-shot all-reduces, which are for few rows."""
 SPANNING = ("128x128x64_1x2_cooperative", *ONE_SHOT)
 """Those of few rows whose tiles span shards."""
+SPLIT = (
+    "64x64x64_1x1_pingpong_split_4",
+    "64x64x64_1x2_pingpong_split_2",
+    "64x64x64_1x2_pingpong_split_4",
+    "64x64x64_2x2_pingpong_split_4",
+)
+"""Those of few rows whose thread blocks divide k: of one-shot and other all-reduces, and where tiles span shards."""
 SHORT_M = 64
 """Rows of a shard, up to which clusters of one row of tiles, of 64 rows, are worth a try."""
 MACHINE = "h200"
 """The machine of all predictions, whatever the GPU: they only say which kernels are worth measuring."""
-EPILOGUE_STAGES: dict[Pattern, tuple[int, int]] = {
-    "ag+gemm": (1, 2),
-    "gemm+rs": (1, 4),
-    "gemm+ar": (1, 3),
-    "gemm+a2a": (1, 3),
-    "a2a+gemm": (1, 2),
+EPILOGUE_STAGES: dict[Pattern, tuple[int, int, int]] = {
+    "ag+gemm": (1, 2, 1),
+    "gemm+rs": (1, 4, 2),
+    "gemm+ar": (1, 3, 1),
+    "gemm+a2a": (1, 3, 1),
+    "a2a+gemm": (1, 2, 1),
 }
 """Of a cooperative kernel, and of a pingpong kernel: the fastest ones in docs/per_tile.md. All-to-alls have not been
-measured: theirs are those of the kernels whose warp 1 does the same."""
+measured: theirs are those of the kernels whose warp 1 does the same. Of a kernel that divides k: as few as hold a tile
+of 64x64, since shared memory also has sums."""
 ROW_BYTES = 16
 """Bytes that divide each row which TMA copies."""
 
@@ -57,13 +65,15 @@ def configs_of(plan: Plan) -> tuple[str, ...]:
     if pattern is None:
         return (LARGE,)
     if _is_one_shot(plan):
-        return ONE_SHOT
+        return (*ONE_SHOT, *SPLIT)
     by_columns = pattern == "gemm+ar" and _is_by_columns(plan)
     m = plan.problem.m // (1 if by_columns else plan.world_size)
     # The last one equals the one before, unless half of that one's clusters would be padding.
     found = CONFIGS[pattern] if m <= SHORT_M else CONFIGS[pattern][:-1]
-    spanning = [config for config in SPANNING if may_span(traits_of(config, pattern), plan.world_size, m)]
-    return tuple(dict.fromkeys((*found, *spanning)))
+    few = [x for x in (*SPANNING, *SPLIT) if may_span(traits_of(x, pattern), plan.world_size, m)]
+    if by_columns or (pattern == "gemm+ar" and m <= SHORT_M):
+        few += SPLIT
+    return tuple(dict.fromkeys((*found, *few)))
 
 
 def traits_of(
@@ -78,7 +88,8 @@ def traits_of(
     """The kernel of a configuration, for dense tensors.
 
     Args:
-        config: tile, cluster and kernel schedule, such as ``128x256x64_2x1_cooperative``.
+        config: tile, cluster and kernel schedule, such as ``128x256x64_2x1_cooperative``; and by how many thread blocks
+            k is divided, such as ``64x64x64_2x2_pingpong_split_4``.
         pattern: the pattern.
         dtype: as in :class:`KernelTraits`.
         out_dtype: as there.
@@ -93,8 +104,8 @@ def traits_of(
     other = (found.tile[2], found.epilogue, found.raster, found.swizzle, found.share)
     if other != (64, "tma", "heuristic", 1, 1):
         raise ValueError(
-            f"a per-tile kernel has 64 elements of k in a stage, and a configuration like {LARGE} or {SMALL[0]} with "
-            f"nothing behind it, got {config}"
+            f"a per-tile kernel has 64 elements of k in a stage, and a configuration like {LARGE} or {SPLIT[-1]}, "
+            f"without direct, raster, swizzle and share, got {config}"
         )
     pingpong = found.kernel_schedule == "pingpong"
     return KernelTraits(
@@ -102,7 +113,8 @@ def traits_of(
         b_major="n" if turned_b else "k",
         sends=pattern in GATHERING,
         one_shot=one_shot,
-        epilogue_stages=EPILOGUE_STAGES["ag+gemm" if one_shot else pattern][pingpong],
+        epilogue_stages=EPILOGUE_STAGES["ag+gemm" if one_shot else pattern][2 if found.split > 1 else pingpong],
+        split=found.split,
     )
 
 
