@@ -111,6 +111,8 @@ def replay_in_turn(there: LocalRanks, prepared: list[Any]) -> None:
 def traits(
     pattern: Any, tile: tuple[int, int], cluster: tuple[int, int], pingpong: bool, split: int = 1, **more: Any
 ) -> KernelTraits:
+    if split > 1:  # as many epilogue stages as executables have
+        more.setdefault("epilogue_stages", 2 if pattern == "gemm+rs" else 1)
     return KernelTraits(pattern, tile, cluster, pingpong, sends=pattern in GATHERING, split=split, **more)
 
 
@@ -153,12 +155,12 @@ def test_odd_shapes(pattern: str, ranks: int) -> None:
 
 @pytest.mark.parametrize(("m", "n", "k"), [(200, 328, 648), (1160, 1544, 328), (1, 136, 200)])
 @pytest.mark.parametrize("kind", SPLIT, ids=str)
-@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+@pytest.mark.parametrize("ranks", [2, 5, 8])
 @pytest.mark.parametrize("pattern", [*PATTERNS, "columns", "one shot"])
 def test_blocks_that_divide_k(pattern: str, kind: tuple, ranks: int, m: int, n: int, k: int) -> None:
     """Exact sums with late ranks, of whole tiles and others, one or many of a cluster; and equal bits of any sums."""
     all_reduces = pattern not in PATTERNS
-    one = traits("gemm+ar" if all_reduces else pattern, *kind, epilogue_stages=1, one_shot=pattern == "one shot")
+    one = traits("gemm+ar" if all_reduces else pattern, *kind, one_shot=pattern == "one shot")
     gemm = RankGemm(one, distances(ranks), m, n, k, by_columns=pattern == "columns")
     there = LocalRanks(gemm)
     for seed in range(2):
@@ -178,7 +180,7 @@ def test_blocks_that_divide_k(pattern: str, kind: tuple, ranks: int, m: int, n: 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize(("a_major", "b_major"), [("k", "n"), ("m", "k")])
-@pytest.mark.parametrize("kind", SPLIT, ids=str)
+@pytest.mark.parametrize("kind", [SPLIT[0], SPLIT[3]], ids=str)
 def test_majors_where_blocks_divide_k(pattern: str, a_major: str, b_major: str, kind: tuple) -> None:
     if pattern in GATHERING and a_major == "m":
         pytest.skip("a gather sends rows")

@@ -137,10 +137,10 @@ class KernelTraits:
                 f"{self.tile[0]}x{self.tile[1]} and clusters of {self.cluster[0]}x{self.cluster[1]}"
             )
         accumulators = self.block_tile[0] * self.block_tile[1] + self.tile[0] * self.tile[1]
-        if self.split > 1 and (not self.pingpong or accumulators > MAX_PART or self.tiles > self.split):
+        if self.split > 1 and self.name and accumulators > MAX_PART:  # the name checks the configuration
             raise ValueError(
-                f"k is divided by pingpong kernels whose clusters have a thread block for each tile, and at most "
-                f"{MAX_PART} elements with those of a tile, got {self.name}"
+                f"where thread blocks divide k, tiles of a cluster have at most {MAX_PART} elements with one of them "
+                f"again, got {self.name}"
             )
         if self.stages < 3:
             raise ValueError(f"{self} leaves shared memory for {self.stages} stages, and 3 are needed")
