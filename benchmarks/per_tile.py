@@ -11,7 +11,7 @@ is measured is the kernel's own cost, with stores that leave as slowly as over a
 that of the slowest rank, and each result is compared with a product in float32. Kernels and variants of a row are
 measured in turn, round by round. "link" is the time of the bytes that a rank sends, at 376 GB/s. The row "tiny" has
 one tile of each shard. "_span" ends the names of kernels whose tiles span shards of few rows; "_columns" of all-reduces
-of few rows whose shards are columns, and "_one" of one-shot ones. In "_split_4", 4 thread blocks divide k.
+of few rows whose shards are columns, and "_one" of one-shot ones. In "_split_4", 4 thread blocks split k.
 """
 
 from __future__ import annotations

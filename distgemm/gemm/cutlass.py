@@ -394,7 +394,7 @@ class CutlassProvider:
             return Status(f"A and B are of {' or '.join(FP8)} if blocks have scales, not {dtype}")
         if config is not None:
             if config.split > 1:
-                return Status(f"only per-tile kernels divide k among thread blocks, got {config}")
+                return Status(f"only per-tile kernels split k among thread blocks, got {config}")
             return self._fits(spec, config)
         # The plain kernel supports all that other kernels support, but for the number of batches.
         status = self._fits(spec, _plain(dtype))

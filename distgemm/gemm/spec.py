@@ -254,8 +254,8 @@ class GemmConfig:
         raster: the order of tiles.
         swizzle: tiles are computed in stripes of up to so many, a power of two.
         share: the kernel occupies one of so many SMs and leaves the others to kernels beside it.
-        split: so many thread blocks of a cluster divide k: each multiplies all tiles of the cluster, and the first ones
-            finish one each; 1: each thread block has a tile. Only per-tile kernels with pingpong tiles divide k.
+        split: so many thread blocks of a cluster split k: each multiplies all tiles of the cluster, and the first ones
+            finish one each; 1: each thread block has a tile. Only per-tile kernels with pingpong tiles split k.
 
     A "plain" kernel has cluster (1, 1), epilogue "direct", raster "heuristic", swizzle 1 and share 1.
 

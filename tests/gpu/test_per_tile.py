@@ -42,7 +42,7 @@ SPLIT = [
     ((64, 64), (2, 2), True, 4),
     ((64, 128), (1, 1), True, 2),
 ]
-"""Kinds whose thread blocks divide k, and how many do."""
+"""Kinds whose thread blocks split k, and how many do."""
 CASES = [(pattern, kind) for pattern, kinds in KINDS_OF.items() for kind in kinds]
 Calls = list[dict[str, Any]]
 
@@ -157,7 +157,7 @@ def test_odd_shapes(pattern: str, ranks: int) -> None:
 @pytest.mark.parametrize("kind", SPLIT, ids=str)
 @pytest.mark.parametrize("ranks", [2, 5, 8])
 @pytest.mark.parametrize("pattern", [*PATTERNS, "columns", "one shot"])
-def test_blocks_that_divide_k(pattern: str, kind: tuple, ranks: int, m: int, n: int, k: int) -> None:
+def test_blocks_that_split_k(pattern: str, kind: tuple, ranks: int, m: int, n: int, k: int) -> None:
     """Exact sums with late ranks, of whole tiles and others, one or many of a cluster; and equal bits of any sums."""
     all_reduces = pattern not in PATTERNS
     one = traits("gemm+ar" if all_reduces else pattern, *kind, one_shot=pattern == "one shot")
@@ -181,7 +181,7 @@ def test_blocks_that_divide_k(pattern: str, kind: tuple, ranks: int, m: int, n: 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize(("a_major", "b_major"), [("k", "n"), ("m", "k")])
 @pytest.mark.parametrize("kind", [SPLIT[0], SPLIT[3]], ids=str)
-def test_majors_where_blocks_divide_k(pattern: str, a_major: str, b_major: str, kind: tuple) -> None:
+def test_majors_where_blocks_split_k(pattern: str, a_major: str, b_major: str, kind: tuple) -> None:
     if pattern in GATHERING and a_major == "m":
         pytest.skip("a gather sends rows")
     gemm = RankGemm(traits(pattern, *kind, a_major=a_major, b_major=b_major), distances(2), 264, 392, 200)
@@ -193,7 +193,7 @@ def test_majors_where_blocks_divide_k(pattern: str, a_major: str, b_major: str, 
 
 @pytest.mark.parametrize("epoch", [1, EPOCHS - 50])
 @pytest.mark.parametrize("kind", SPLIT, ids=str)
-def test_many_replays_where_blocks_divide_k(kind: tuple, epoch: int) -> None:
+def test_many_replays_where_blocks_split_k(kind: tuple, epoch: int) -> None:
     """They alternate on one workspace with kernels that do not, while ranks run ahead of each other."""
     every = [
         spanning("ag+gemm", kind, 4, 40),

@@ -31,8 +31,9 @@ class Kernel:
     Attributes:
         lent: sets of barriers for subtiles in the last stage of operands, which is free when they are stored; 0: all
             subtiles take epilogue stages.
-        split: thread blocks that divide k, and pass sums to those that finish tiles; 1: each block has a tile.
-        sends_at_once: whether these send sums before those that they sent for the tile before have been added.
+        split: thread blocks that split k, and pass sums to those that finish tiles; 1: each block has a tile.
+        mutant: what these do wrong. "at once": they send sums before those that they sent for the tile before have been
+            added. "early turn": a warp group multiplies before the other one has sent its sums.
     """
 
     cluster: tuple[int, int]
@@ -43,7 +44,7 @@ class Kernel:
     depth: int = 1
     lent: int = 0
     split: int = 1
-    sends_at_once: bool = False
+    mutant: str = ""
 
     @property
     def tiles(self) -> int:
@@ -132,7 +133,8 @@ class Cluster:
                 yield Wait(("full", block, use % kernel.stages), use // kernel.stages)
                 if use > first:
                     self.release(block, (use - 1) % kernel.stages, group)
-            if kernel.pingpong:
+            early = kernel.split == 1 or kernel.mutant == "early turn"
+            if kernel.pingpong and early:
                 self.arrive(("turn", block), group)
             if kernel.lent:
                 self.arrive(("both", block), group, GROUPS)
@@ -140,10 +142,12 @@ class Cluster:
             else:
                 self.release(block, use % kernel.stages, group)
             if kernel.split > 1:
-                if not kernel.sends_at_once:
+                if kernel.mutant != "at once":
                     yield Wait(("taken", block), tile - 1)
                 for other in range(kernel.tiles):
                     self.arrive(("summed", other), block, kernel.blocks)
+                if not early:
+                    self.arrive(("turn", block), group)
                 if block >= kernel.tiles:
                     continue
                 yield Wait(("summed", block), tile)
@@ -158,7 +162,7 @@ class Cluster:
                 self.arrive(("written", *stage), group)
                 uses += 1
         yield Wait(None, TILES)
-        if kernel.split > 1:
+        if kernel.split > 1 and group != TILES % GROUPS:
             yield Wait(("taken", block), TILES - 1)
 
     def store(self, block: int) -> Iterator[Wait]:
@@ -194,6 +198,8 @@ class Cluster:
         ahead = self.completed[wait.barrier] - 1 - wait.phase
         if ahead > 0:
             raise BarrierError(f"phase {wait.phase} of {wait.barrier} has passed, and {ahead} behind it")
+        if ahead < -1:  # a parity is that of the phase two before, which has passed
+            raise BarrierError(f"phase {wait.phase} of {wait.barrier} is waited for before the one before has passed")
         return ahead == 0
 
     def run(self, held: int, at: int) -> bool:
@@ -267,12 +273,14 @@ def test_tiles_of_more_stages_are_less_far_apart(kernel: Kernel) -> None:
 
 @pytest.mark.parametrize(("cluster", "split"), [((1, 1), 2), ((1, 1), 4), ((2, 1), 2), ((1, 2), 4), ((2, 2), 8)])
 def test_blocks_that_divide_k_wait_for_each_other(cluster: tuple[int, int], split: int) -> None:
-    """Otherwise a block sends the sums of a tile before those of the tile before have come from all blocks."""
+    """Otherwise a block sends the sums of a tile before those of the tile before."""
     kernel = Kernel(cluster, 4, 2, 2, pingpong=True, split=split)
     assert behind(kernel) == kernel.behind
     assert behind(replace(kernel, depth=2)) < kernel.behind
     with pytest.raises(BarrierError, match=r"arrives twice in a phase of \('summed'"):
-        behind(replace(kernel, sends_at_once=True))
+        behind(replace(kernel, mutant="at once"))
+    with pytest.raises(BarrierError, match=r"of \('taken', \d\) is waited for before the one before has passed"):
+        behind(replace(kernel, mutant="early turn"))
 
 
 def test_borrowed_stages_need_two_sets_of_barriers() -> None:

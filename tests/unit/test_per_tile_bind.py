@@ -54,8 +54,8 @@ def test_ways_to_divide_k_that_are_refused(changes: dict[str, Any], said: str) -
         replace(SPLIT, **changes)
 
 
-def test_each_block_that_divides_k_has_some() -> None:
-    with pytest.raises(ValueError, match=r"each of the 4 thread blocks that divide k has 64 columns .*, got k=192"):
+def test_each_block_that_splits_k_has_some() -> None:
+    with pytest.raises(ValueError, match=r"each of the 4 thread blocks that split k has 64 columns .*, got k=192"):
         RankGemm(SPLIT, (1,), 64, 128, 192)
     assert RankGemm(SPLIT, (1,), 64, 128, 200).order.clusters == 2
 

@@ -106,7 +106,7 @@ def test_all_reduces_of_few_rows_are_one_shot() -> None:
 
 
 def test_few_tokens_take_a_library() -> None:
-    """As measured on four H200s: cuBLAS and torch's symmetric memory. Gathers divide k, as predicted."""
+    """As measured on four H200s: cuBLAS and torch's symmetric memory. Gathers split k, as predicted."""
     for m in (4, 16, 64):
         config = predicted(GemmProblem(m, 8192, 4096), "gemm+ar", 4)
         assert config.method == "unfused" and config.collective in {"one-shot", "two-shot"}
@@ -118,7 +118,7 @@ def test_few_tokens_take_a_library() -> None:
     [
         ("2xh200", 1.08),
         ("4xh200", 1.09),  # its rows of 512 tokens were measured before tiles spanned shards
-        ("4xh100", 1.07),  # without kernels that divide k, which few tokens are predicted to take
+        ("4xh100", 1.07),  # without kernels that split k, which few tokens are predicted to take
         ("few_2xh200", 1.07),
         ("few_4xh100", 1.03),
         ("all_to_all_2xh200", 1.12),

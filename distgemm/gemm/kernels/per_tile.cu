@@ -1012,26 +1012,28 @@ class Kernel {
         last = now;
         stage.advance();
       }
-      if constexpr (kPingpong) turn_arrive_(1 - group);
+      if constexpr (kPingpong && !kSplits) turn_arrive_(1 - group);
       warpgroup_wait<0>();
       warpgroup_fence_operand(sums);
       if (kHandsOut && hands_out) wait_until_handed_out_<0>();
       release_(last);
       if constexpr (kSplits) {
         Tensor own = partition_fragment_C(MmaOf<kTileN>{}, Shape<Int<kTileM>, Int<kTileN>>{});
-        exchange_parts_(sums, own, number, thread);
+        exchange_parts_(sums, own, number, group, thread);
         if (finishes_()) finish_(own, ticket, group, uses, thread);
       } else {
         finish_(sums, ticket, group, uses, thread);
       }
     }
-    if constexpr (kSplits) Barrier::wait(storage_.taken, number + 1);  // other blocks arrive there until then
+    // Other blocks arrive there until then. The warp group that had the last tile knows the phase.
+    if (kSplits && int(number % kWarpGroups) != group) Barrier::wait(storage_.taken, number + 1);
   }
 
   // Sends the sums of each tile of the cluster to the block that finishes it. If this is one, it adds those of all blocks,
-  // in their order. A block sends once all that it sent before has been added.
+  // in their order. A block sends once all that it sent before has been added. The other warp group has its turn when this
+  // one has sent its sums: if it waited for `taken` before, it would take the phase before the last one for the last one.
   template <class Sums, class Own>
-  CUTE_DEVICE void exchange_parts_(Sums const& sums, Own& own, uint32_t number, int thread) {
+  CUTE_DEVICE void exchange_parts_(Sums const& sums, Own& own, uint32_t number, int group, int thread) {
     constexpr int values = kTileM * kTileN / kWarpGroupThreads, of_rows = kTileN / 2;  // of a thread; in 64 rows
     Barrier::wait(storage_.taken, number + 1);
     if (finishes_() && thread == 0) Barrier::expect(storage_.summed, sizeof(storage_.sums));
@@ -1053,6 +1055,7 @@ class Kernel {
             : "memory");
       }
     }
+    turn_arrive_(1 - group);
     if (!finishes_()) return;
     clear(own);
     Barrier::wait(storage_.summed, number);

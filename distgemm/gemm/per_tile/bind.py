@@ -117,7 +117,7 @@ class RankGemm:
             )
         if self.k <= (self.traits.split - 1) * self.traits.tile_k:
             raise ValueError(
-                f"each of the {self.traits.split} thread blocks that divide k has {self.traits.tile_k} columns of A or "
+                f"each of the {self.traits.split} thread blocks that split k has {self.traits.tile_k} columns of A or "
                 f"more, got k={self.k}"
             )
 

@@ -83,8 +83,8 @@ class KernelTraits:
         sends: whether a kernel that gathers sends its shard of A.
         one_shot: whether all ranks add all partial sums of an all-reduce. Otherwise the owner of a tile does.
         epilogue_stages: subtiles that each warp group has in shared memory, to be stored.
-        split: so many thread blocks of a cluster divide k. Each multiplies all tiles of the cluster, with pingpong
-            tiles; the first ones finish one each. 1: k is not divided.
+        split: so many thread blocks of a cluster split k. Each multiplies all tiles of the cluster, with pingpong
+            tiles; the first ones finish one each. 1: k is not split.
 
     Raises:
         ValueError: for values that do not go together, and if the tile does not fit into shared memory.
@@ -139,7 +139,7 @@ class KernelTraits:
         accumulators = self.block_tile[0] * self.block_tile[1] + self.tile[0] * self.tile[1]
         if self.split > 1 and self.name and accumulators > MAX_PART:  # the name checks the configuration
             raise ValueError(
-                f"where thread blocks divide k, tiles of a cluster have at most {MAX_PART} elements with one of them "
+                f"where thread blocks split k, tiles of a cluster have at most {MAX_PART} elements with one of them "
                 f"again, got {self.name}"
             )
         if self.stages < 3:
@@ -176,7 +176,7 @@ class KernelTraits:
 
     @property
     def block_tile(self) -> tuple[int, int]:
-        """Rows and columns that a thread block multiplies: a tile; if k is divided, all tiles of a cluster."""
+        """Rows and columns that a thread block multiplies: a tile; if k is split, all tiles of a cluster."""
         down, across = (1, 1) if self.split == 1 else self.cluster
         return self.tile[0] * down, self.tile[1] * across
 

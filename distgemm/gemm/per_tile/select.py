@@ -40,7 +40,7 @@ SPLIT = (
     "64x64x64_1x2_pingpong_split_4",
     "64x64x64_2x2_pingpong_split_4",
 )
-"""Those of few rows whose thread blocks divide k: of one-shot and other all-reduces, and where tiles span shards."""
+"""Those of few rows whose thread blocks split k: of one-shot and other all-reduces, and where tiles span shards."""
 SHORT_M = 64
 """Rows of a shard, up to which clusters of one row of tiles, of 64 rows, are worth a try."""
 MACHINE = "h200"
@@ -53,7 +53,7 @@ EPILOGUE_STAGES: dict[Pattern, tuple[int, int, int]] = {
     "a2a+gemm": (1, 2, 1),
 }
 """Of a cooperative kernel, and of a pingpong kernel: the fastest ones in docs/per_tile.md. All-to-alls have not been
-measured: theirs are those of the kernels whose warp 1 does the same. Of a kernel that divides k: as few as hold a tile
+measured: theirs are those of the kernels whose warp 1 does the same. Of a kernel that splits k: as few as hold a tile
 of 64x64, since shared memory also has sums."""
 ROW_BYTES = 16
 """Bytes that divide each row which TMA copies."""
@@ -89,7 +89,7 @@ def traits_of(
 
     Args:
         config: tile, cluster and kernel schedule, such as ``128x256x64_2x1_cooperative``; and by how many thread blocks
-            k is divided, such as ``64x64x64_2x2_pingpong_split_4``.
+            k is split, such as ``64x64x64_2x2_pingpong_split_4``.
         pattern: the pattern.
         dtype: as in :class:`KernelTraits`.
         out_dtype: as there.
