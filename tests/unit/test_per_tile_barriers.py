@@ -33,7 +33,7 @@ class Kernel:
             subtiles take epilogue stages.
         split: thread blocks that split k, and pass sums to those that finish tiles; 1: each block has a tile.
         mutant: what these do wrong. "at once": they send sums before those that they sent for the tile before have been
-            added. "early turn": a warp group multiplies before the other one has sent its sums.
+            added. "early turn": a warp group multiplies before the other one has waited for that.
     """
 
     cluster: tuple[int, int]
@@ -144,10 +144,10 @@ class Cluster:
             if kernel.split > 1:
                 if kernel.mutant != "at once":
                     yield Wait(("taken", block), tile - 1)
-                for other in range(kernel.tiles):
-                    self.arrive(("summed", other), block, kernel.blocks)
                 if not early:
                     self.arrive(("turn", block), group)
+                for other in range(kernel.tiles):
+                    self.arrive(("summed", other), block, kernel.blocks)
                 if block >= kernel.tiles:
                     continue
                 yield Wait(("summed", block), tile)

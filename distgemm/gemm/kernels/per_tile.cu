@@ -281,12 +281,21 @@ struct Barrier {
         : "memory");
     return done;
   }
+  template <bool kOfCluster = false>  // whether to see what other blocks have stored before they arrived
   CUTE_DEVICE static void wait(uint64_t& barrier, uint32_t phase) {
-    asm volatile(
-        "{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra DONE; bra AGAIN; DONE: }" ::"r"(at(barrier)),
-        "r"(phase & 1)
-        : "memory");
+    if constexpr (kOfCluster) {
+      asm volatile(
+          "{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+          "@done bra DONE; bra AGAIN; DONE: }" ::"r"(at(barrier)),
+          "r"(phase & 1)
+          : "memory");
+    } else {
+      asm volatile(
+          "{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+          "@done bra DONE; bra AGAIN; DONE: }" ::"r"(at(barrier)),
+          "r"(phase & 1)
+          : "memory");
+    }
   }
 };
 
@@ -405,7 +414,7 @@ class Kernel {
       }
     }
     for (int i = 0; i < 2; ++i) Barrier::init(storage_.arrived[i], 1);
-    Barrier::init(storage_.summed, 1);
+    Barrier::init(storage_.summed, kCluster * 4);
     Barrier::init(storage_.taken, kTiles * 4);
     for (int i = 0; i < kRing; ++i) Barrier::init(storage_.ticket_arrived[i], 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -1030,40 +1039,42 @@ class Kernel {
   }
 
   // Sends the sums of each tile of the cluster to the block that finishes it. If this is one, it adds those of all blocks,
-  // in their order. A block sends once all that it sent before has been added. The other warp group has its turn when this
-  // one has sent its sums: if it waited for `taken` before, it would take the phase before the last one for the last one.
+  // in their order. A block sends once all that it sent before has been added. The other warp group has its turn only then:
+  // otherwise it might wait for `taken` two phases ahead, whose parity is that of a phase that has passed.
   template <class Sums, class Own>
   CUTE_DEVICE void exchange_parts_(Sums const& sums, Own& own, uint32_t number, int group, int thread) {
     constexpr int values = kTileM * kTileN / kWarpGroupThreads, of_rows = kTileN / 2;  // of a thread; in 64 rows
     Barrier::wait(storage_.taken, number + 1);
-    if (finishes_() && thread == 0) Barrier::expect(storage_.summed, sizeof(storage_.sums));
-    uint32_t const from = cast_smem_ptr_to_uint(&storage_.sums[block_][thread * 4]);
+    turn_arrive_(1 - group);
+    float* const own_part = &storage_.sums[block_][thread * 4];
     CUTE_UNROLL
     for (int tile = 0; tile < kTiles; ++tile) {
-      uint32_t there, summed;
-      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(from), "r"(tile));
-      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(summed) : "r"(Barrier::at(storage_.summed)), "r"(tile));
+      float* there;
+      asm volatile("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(own_part), "r"(tile));
+      float* const to = tile == int(block_) ? own_part : there;
       auto const value = [&](int i) {
         return at_(sums, tile % kClusterM * kDown + i / of_rows, tile / kClusterM * kTileN, i % of_rows);
       };
       CUTE_UNROLL
       for (int i = 0; i < values; i += 4) {
-        asm volatile(
-            "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-                there + i * kWarpGroupThreads * 4),
-            "f"(value(i)), "f"(value(i + 1)), "f"(value(i + 2)), "f"(value(i + 3)), "r"(summed)
-            : "memory");
+        *reinterpret_cast<float4*>(to + i * kWarpGroupThreads) = {value(i), value(i + 1), value(i + 2), value(i + 3)};
       }
     }
-    turn_arrive_(1 - group);
+    asm volatile("fence.acq_rel.cluster;" ::: "memory");
+    __syncwarp();
+    if (lane() < kTiles) Barrier::arrive_at(storage_.summed, lane());
     if (!finishes_()) return;
     clear(own);
-    Barrier::wait(storage_.summed, number);
+    Barrier::wait<true>(storage_.summed, number);
     CUTE_NO_UNROLL
     for (auto const& part : storage_.sums) {
       CUTE_UNROLL
       for (int i = 0; i < values; i += 4) {
-        float4 const found = *reinterpret_cast<float4 const*>(&part[i * kWarpGroupThreads + thread * 4]);
+        float4 found;
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(found.x), "=f"(found.y), "=f"(found.z), "=f"(found.w)
+                     : "r"(cast_smem_ptr_to_uint(&part[i * kWarpGroupThreads + thread * 4]))
+                     : "memory");
         float* const to = &at_(own, i / of_rows, 0, i % of_rows);
         to[0] += found.x, to[1] += found.y, to[2] += found.z, to[3] += found.w;
       }
