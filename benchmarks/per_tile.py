@@ -113,7 +113,7 @@ class Variant:
 PLAIN = Variant("plain")
 SPANS = Variant("span", gemm={"spans": True})
 COLUMNS = Variant("columns", gemm={"by_columns": True})
-FEW_ROWS = 256
+ONE_SHOT_ROWS = 256
 """The most rows of all-reduces with shards of columns, and of one-shot ones."""
 STORES = (
     *(Variant(f"{rate} GB/s", call={"gb_per_s": float(rate)}) for rate in (340, 374, 390, 0)),
@@ -157,7 +157,7 @@ def kernels(row: Row, ranks: int, sends: bool, names: Sequence[str]) -> dict[str
             found[label(traits)] = traits, PLAIN
         if spans:
             found[f"{label(traits)}_span"] = traits, SPANS
-        if row.pattern == "gemm+ar" and row.m <= FEW_ROWS:
+        if row.pattern == "gemm+ar" and row.m <= ONE_SHOT_ROWS:
             found[f"{label(traits)}_columns"] = traits, COLUMNS
             if config in (*ONE_SHOT, *SPLIT):
                 one = traits_of(config, row.pattern, one_shot=True)
