@@ -132,7 +132,7 @@ class RankGemm:
         traits = self.traits
         height, width = (x * y for x, y in zip(traits.tile, traits.cluster, strict=True))
         blocks, columns = -(-self.m // height), -(-self.n // width)
-        at_once = SMS // traits.blocks
+        at_once = traits.clusters_on(SMS)
         to_owners, from_holders = traits.pattern == "gemm+a2a", traits.pattern == "a2a+gemm"
         one = to_owners or from_holders or self.by_columns or traits.one_shot or self.spans
         shards = 1 if one else self.ranks  # whose rows are multiplied at a time
@@ -151,7 +151,7 @@ class RankGemm:
         traits, order = self.traits, self.order
         rows = -(-self.rank_rows // PIECE_ROWS)
         slices = -(-self.k * BYTES[traits.dtype] // PIECE_BYTES)
-        at_once = SMS // traits.blocks // (max(order.shards - 1, 1) * order.columns)
+        at_once = traits.clusters_on(SMS) // (max(order.shards - 1, 1) * order.columns)
         blocks = max(order.group, min(order.blocks, at_once))
         together = blocks * traits.cluster[0] * traits.tile[0] // PIECE_ROWS
         return PieceOrder(self.distances, rows, slices, together, self.spans)

@@ -16,17 +16,7 @@ from distgemm.gemm.per_tile.params import LINE, Params
 from distgemm.gemm.spec import GemmConfig, KernelSchedule
 from distgemm.schedulers import Pattern
 
-__all__ = [
-    "BYTES",
-    "CLUSTERED_SMS",
-    "GATHERING",
-    "PIECE_BYTES",
-    "PIECE_ROWS",
-    "SUBTILE_ROWS",
-    "WARP_ROWS",
-    "KernelTraits",
-    "Launch",
-]
+__all__ = ["BYTES", "GATHERING", "PIECE_BYTES", "PIECE_ROWS", "SUBTILE_ROWS", "WARP_ROWS", "KernelTraits", "Launch"]
 
 PATTERN_NUMBERS: dict[Pattern, int] = {"ag+gemm": 1, "gemm+rs": 2, "gemm+ar": 3, "gemm+a2a": 4, "a2a+gemm": 5}
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -38,7 +28,7 @@ SHARED_BYTES = 227 << 10
 RESERVED_BYTES = 2 << 10
 """Of these, for the alignment and for barriers."""
 CLUSTERED_SMS = 128
-"""SMs of a GPU that clusters of 4 and of 8 thread blocks occupy."""
+"""SMs of a GPU that clusters of 4 and of 8 thread blocks occupy: a GPC has 16 or 18."""
 GROUPS = 2
 """Warp groups that multiply."""
 SUBTILE_ROWS = 64
@@ -174,6 +164,10 @@ class KernelTraits:
         """Thread blocks of a cluster."""
         return max(self.tiles, self.split)
 
+    def clusters_on(self, sms: int) -> int:
+        """Clusters that are launched on so many SMs, so that all run at a time."""
+        return (sms if self.blocks <= 2 else min(sms, CLUSTERED_SMS)) // self.blocks
+
     @property
     def block_tile(self) -> tuple[int, int]:
         """Rows and columns that a thread block multiplies: a tile; if k is split, all tiles of a cluster."""
@@ -266,9 +260,7 @@ class Launch:
 
     def __init__(self, traits: KernelTraits, params: Params, blocks: int, device: int) -> None:
         self.params, self._device = params, device
-        if traits.blocks > 2:  # GPCs have 16 or 18 SMs: more clusters would begin when others have ended
-            blocks = min(blocks, CLUSTERED_SMS)
-        grid = (blocks // traits.blocks * traits.blocks, 1, 1)
+        grid = (traits.clusters_on(blocks) * traits.blocks, 1, 1)
         self._launch: Callable[[int], None] = open_cubin(traits.source(), Params).launcher(
             device, grid, ctypes.addressof(params)
         )

@@ -17,7 +17,6 @@ from typing import NamedTuple
 from distgemm.gemm.per_tile.bind import RankGemm
 from distgemm.gemm.per_tile.kernel import (
     BYTES,
-    CLUSTERED_SMS,
     PIECE_BYTES,
     PIECE_ROWS,
     SEND_GB_PER_S,
@@ -173,8 +172,7 @@ class _Replay:
         traits, order = gemm.traits, gemm.order
         self.gemm, self.costs, self.arrived = gemm, costs, arrived
         self.order: Sequence[TileCluster] = list(order)
-        sms = costs.machine.sms if traits.blocks <= 2 else min(costs.machine.sms, CLUSTERED_SMS)
-        self.clusters = sms // traits.blocks
+        self.clusters = traits.clusters_on(costs.machine.sms)
         self.peers = gemm.ranks - 1
         self.tile = TILES[traits.block_tile]
         rate = costs.machine.rate(traits.dtype)
