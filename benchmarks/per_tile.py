@@ -149,7 +149,7 @@ def kernels(row: Row, ranks: int, sends: bool, names: Sequence[str]) -> dict[str
     Of these, those whose names have one of the parts.
     """
     found = {}
-    for config in dict.fromkeys((*CONFIGS[row.pattern], *SPANNING, *SPLIT)):
+    for config in dict.fromkeys((*CONFIGS[row.pattern], *SPANNING, *(SPLIT if row.pattern == "ag+gemm" else ()))):
         traits = traits_of(config, row.pattern)
         spans = may_span(traits, ranks, row.m // ranks)
         traits = replace(traits, sends=sends and traits.sends)
@@ -159,7 +159,7 @@ def kernels(row: Row, ranks: int, sends: bool, names: Sequence[str]) -> dict[str
             found[f"{label(traits)}_span"] = traits, SPANS
         if row.pattern == "gemm+ar" and row.m <= ONE_SHOT_ROWS:
             found[f"{label(traits)}_columns"] = traits, COLUMNS
-            if config in (*ONE_SHOT, *SPLIT):
+            if config in ONE_SHOT:
                 one = traits_of(config, row.pattern, one_shot=True)
                 found[f"{label(one)}_one"] = one, PLAIN
     return {label: kernel for label, kernel in found.items() if any(part in label for part in names)}

@@ -35,14 +35,8 @@ KINDS_OF = {
     "gemm+ar": KINDS,
     "gemm+a2a": [kind for kind in GATHERS if kind[0][1] % 64 == 0],
 }
-SPLIT = [
-    ((64, 64), (1, 1), True, 4),
-    ((64, 64), (1, 2), True, 2),
-    ((64, 64), (1, 2), True, 4),
-    ((64, 64), (2, 2), True, 4),
-    ((64, 128), (1, 1), True, 2),
-]
-"""Kinds whose thread blocks split k, and how many do."""
+SPLIT = [((64, 64), (1, 1), True, 4), ((64, 64), (1, 2), True, 4), ((64, 64), (2, 2), True, 4)]
+"""Kinds of "ag+gemm" whose thread blocks split k, and how many do."""
 CASES = [(pattern, kind) for pattern, kinds in KINDS_OF.items() for kind in kinds]
 Calls = list[dict[str, Any]]
 
@@ -111,8 +105,8 @@ def replay_in_turn(there: LocalRanks, prepared: list[Any]) -> None:
 def traits(
     pattern: Any, tile: tuple[int, int], cluster: tuple[int, int], pingpong: bool, split: int = 1, **more: Any
 ) -> KernelTraits:
-    if split > 1:  # as many epilogue stages as executables have
-        more.setdefault("epilogue_stages", 2 if pattern == "gemm+rs" else 1)
+    if split > 1:
+        more["epilogue_stages"] = 1  # as executables have them
     return KernelTraits(pattern, tile, cluster, pingpong, sends=pattern in GATHERING, split=split, **more)
 
 
@@ -155,14 +149,11 @@ def test_odd_shapes(pattern: str, ranks: int) -> None:
 
 @pytest.mark.parametrize(("m", "n", "k"), [(200, 328, 648), (1160, 1544, 328), (1, 136, 200)])
 @pytest.mark.parametrize("kind", SPLIT, ids=str)
+@pytest.mark.parametrize("b_major", ["k", "n"])
 @pytest.mark.parametrize("ranks", [2, 5, 8])
-@pytest.mark.parametrize("pattern", [*PATTERNS, "columns", "one shot"])
-def test_blocks_that_split_k(pattern: str, kind: tuple, ranks: int, m: int, n: int, k: int) -> None:
+def test_blocks_that_split_k(ranks: int, b_major: str, kind: tuple, m: int, n: int, k: int) -> None:
     """Exact sums with late ranks, of whole tiles and others, one or many of a cluster; and equal bits of any sums."""
-    all_reduces = pattern not in PATTERNS
-    one = traits("gemm+ar" if all_reduces else pattern, *kind, one_shot=pattern == "one shot")
-    gemm = RankGemm(one, distances(ranks), m, n, k, by_columns=pattern == "columns")
-    there = LocalRanks(gemm)
+    there = LocalRanks(RankGemm(traits("ag+gemm", *kind, b_major=b_major), distances(ranks), m, n, k))
     for seed in range(2):
         calls = whole_numbers(there, seed)
         there.run(there.launches(calls), [100_000 * (rank * 7 % 5) for rank in range(ranks)])
@@ -174,21 +165,6 @@ def test_blocks_that_split_k(pattern: str, kind: tuple, ranks: int, m: int, n: i
         check(there, calls)
         found.append([call["d"] for call in calls])
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
-    if all_reduces:
-        assert have_the_same_bits(calls)
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize(("a_major", "b_major"), [("k", "n"), ("m", "k")])
-@pytest.mark.parametrize("kind", [SPLIT[0], SPLIT[3]], ids=str)
-def test_majors_where_blocks_split_k(pattern: str, a_major: str, b_major: str, kind: tuple) -> None:
-    if pattern in GATHERING and a_major == "m":
-        pytest.skip("a gather sends rows")
-    gemm = RankGemm(traits(pattern, *kind, a_major=a_major, b_major=b_major), distances(2), 264, 392, 200)
-    there = LocalRanks(gemm)
-    calls = drawn(there, 0)
-    there.run(there.launches(calls))
-    check(there, calls)
 
 
 @pytest.mark.parametrize("epoch", [1, EPOCHS - 50])
@@ -197,9 +173,6 @@ def test_many_replays_where_blocks_split_k(kind: tuple, epoch: int) -> None:
     """They alternate on one workspace with kernels that do not, while ranks run ahead of each other."""
     every = [
         spanning("ag+gemm", kind, 4, 40),
-        spanning("gemm+rs", kind, 4, 32),
-        RankGemm(traits("gemm+ar", *kind), distances(4), 72, 384, 328, by_columns=True),
-        RankGemm(traits("gemm+ar", *kind, one_shot=True), distances(4), 40, 384, 328),
         RankGemm(traits("ag+gemm", *kind), distances(4), 600, 1544, 264),
         RankGemm(traits("gemm+rs", *KINDS[1]), distances(4), 64, 384, 128),
     ]
@@ -267,8 +240,11 @@ def test_terms(pattern: str, kind: tuple) -> None:
     check(there, calls)
 
 
-@pytest.mark.parametrize("kind", [*GATHERS, *SPLIT], ids=str)
-@pytest.mark.parametrize("pattern", ["ag+gemm", "a2a+gemm"])
+@pytest.mark.parametrize(
+    ("pattern", "kind"),
+    [*((pattern, kind) for pattern in GATHERING for kind in GATHERS), *(("ag+gemm", kind) for kind in SPLIT)],
+    ids=str,
+)
 def test_all_of_a_is_handed_out(kind: tuple, pattern: str) -> None:
     """Each row of A that is multiplied once, to a tensor whose rows are apart; what lies between them stays."""
     gemm = RankGemm(traits(pattern, *kind), distances(3), 200, 392, 328)
@@ -310,7 +286,6 @@ SPANNING = [
     ((64, 64), (1, 2), True),
     ((128, 256), (2, 1), False),
     ((256, 128), (2, 1), False),
-    *SPLIT,
 ]
 """Kinds of tiles that have the rows of several ranks."""
 
@@ -324,7 +299,12 @@ SPANNED_ROWS = [("ag+gemm", rows) for rows in (1, 33, 63, 128, 250)] + [("gemm+r
 
 @pytest.mark.parametrize(
     ("pattern", "rows", "kind"),
-    [(*case, kind) for case in SPANNED_ROWS for kind in SPANNING if case[1] < kind[0][0] * kind[1][0]],
+    [
+        (*case, kind)
+        for case in SPANNED_ROWS
+        for kind in (*SPANNING, *(SPLIT if case[0] == "ag+gemm" else ()))
+        if case[1] < kind[0][0] * kind[1][0]
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -355,7 +335,7 @@ def test_majors_of_spanned_shards(pattern: str, a_major: str, b_major: str, kind
 
 @pytest.mark.parametrize(
     ("kind", "rows"),
-    [*((kind, rows) for kind in (*SPANNING[:5], *SPLIT) for rows in (20, 63)), (SPANNING[4], 128), (SPLIT[3], 100)],
+    [*((kind, rows) for kind in (*SPANNING[:5], *SPLIT) for rows in (20, 63)), (SPANNING[4], 128), (SPLIT[2], 100)],
     ids=str,
 )
 def test_all_of_spanned_shards_is_handed_out(kind: tuple, rows: int) -> None:
@@ -403,8 +383,11 @@ def test_many_replays_of_spanned_shards_and_others(epoch: int) -> None:
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("kind", [SPANNING[0], SPLIT[0], SPLIT[3]], ids=str)
-@pytest.mark.parametrize(("pattern", "rows"), [("ag+gemm", 40), ("gemm+rs", 48)])
+@pytest.mark.parametrize(
+    ("pattern", "rows", "kind"),
+    [("ag+gemm", 40, SPANNING[0]), ("gemm+rs", 48, SPANNING[0]), *(("ag+gemm", 40, kind) for kind in SPLIT[1:])],
+    ids=str,
+)
 def test_spanned_shards_on_two_gpus(pattern: str, rows: int, kind: tuple) -> None:
     there = LocalRanks(spanning(pattern, kind, 2, rows, 512), gpus=2)
     for seed in range(10):
@@ -420,7 +403,6 @@ ONE_SHOT = [
     ((128, 256), (1, 2), False),
     ((128, 160), (2, 1), False),
     ((256, 128), (2, 1), False),
-    *SPLIT,
 ]
 
 

@@ -98,7 +98,7 @@ def test_k_is_split_where_tiles_leave_sms_idle() -> None:
     plain, split = "64x64x64_1x2_pingpong", "64x64x64_1x1_pingpong_split_4"
     for n, faster in ((768, True), (64 * 132, False)):
         times = [
-            predict_per_tile(gemm("gemm+rs", 1, 64, n, 4096, kernel), Costs(MACHINE)).time for kernel in (plain, split)
+            predict_per_tile(gemm("ag+gemm", 1, 64, n, 4096, kernel), Costs(MACHINE)).time for kernel in (plain, split)
         ]
         assert (times[1] < times[0]) == faster
 

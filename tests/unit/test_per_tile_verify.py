@@ -69,7 +69,7 @@ def gemms(draw: st.DrawFn) -> RankGemm:
     distances = tuple(draw(st.permutations(range(1, draw(st.integers(1, 5))))))
     pattern, one_shot = draw(st.sampled_from([*((pattern, False) for pattern in PATTERNS), ("gemm+ar", True)]))
     traits = replace(traits_of(pattern, draw(st.sampled_from([(1, 1), (2, 1), (1, 2)]))), one_shot=one_shot)
-    if draw(st.booleans()):
+    if pattern == "ag+gemm" and draw(st.booleans()):
         cluster = draw(st.sampled_from([(1, 1), (1, 2), (2, 2)]))
         traits = replace(traits, tile=(64, 64), cluster=cluster, split=4, epilogue_stages=1)
     m, n, k = (draw(st.integers(1 if number < 2 else 200, 900)) for number in range(3))

@@ -102,15 +102,15 @@ def test_all_reduces_of_few_rows_are_one_shot() -> None:
         times = candidates.predictions(GemmProblem(m, 8192, 8192), "gemm+ar", 4)
         per_tile = [config for config in times if config.execution.execution == "per_tile"]
         found = [config.execution.config for config in per_tile if config.schedule == candidates.ONE_SHOT]
-        assert found == ([*ONE_SHOT, *SPLIT] if m <= candidates.ONE_SHOT_ROWS else [])
+        assert found == (list(ONE_SHOT) if m <= candidates.ONE_SHOT_ROWS else [])
 
 
 def test_few_tokens_take_a_library() -> None:
-    """As measured on four H200s: cuBLAS and torch's symmetric memory. Gathers split k, as predicted."""
+    """As measured on four H200s: cuBLAS and torch's symmetric memory, or NCCL for gathers."""
     for m in (4, 16, 64):
         config = predicted(GemmProblem(m, 8192, 4096), "gemm+ar", 4)
         assert config.method == "unfused" and config.collective in {"one-shot", "two-shot"}
-    assert predicted(GemmProblem(128, 14336, 4096), "ag+gemm", 4).execution.config in SPLIT
+    assert predicted(GemmProblem(128, 14336, 4096), "ag+gemm", 4).text == UNFUSED.text
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_few_tokens_take_a_library() -> None:
     [
         ("2xh200", 1.08),
         ("4xh200", 1.09),  # its rows of 512 tokens were measured before tiles spanned shards
-        ("4xh100", 1.07),  # without kernels that split k, which few tokens are predicted to take
+        ("4xh100", 1.07),
         ("few_2xh200", 1.07),
         ("few_4xh100", 1.03),
         ("all_to_all_2xh200", 1.12),
@@ -138,7 +138,7 @@ def test_what_is_predicted_is_nearly_the_fastest_measured(file: str, most: float
         found = predicted(problem, row["pattern"], row["ranks"]).text
         if found in times:
             slower.append(times[found] / min(times.values()))
-    assert len(slower) > 0.65 * len(rows) and statistics.geometric_mean(slower) < most
+    assert len(slower) > 0.7 * len(rows) and statistics.geometric_mean(slower) < most
 
 
 @pytest.mark.parametrize("pattern", get_args(Pattern))
@@ -150,7 +150,7 @@ def test_per_tile_kernels_are_considered(pattern: Pattern) -> None:
     assert [config.execution.config for config in found] == [*CONFIGS[pattern][:-1]]
     few = candidates.predictions(GemmProblem(256, 8192, 8192), pattern, 4)
     tiles = [config.execution.config for config in few if config.execution.execution == "per_tile"]
-    spanning = {"ag+gemm": (SPANNING[0], SPLIT[-1]), "gemm+rs": (SPANNING[0], SPLIT[-1]), "gemm+ar": SPLIT}
+    spanning = {"ag+gemm": (SPANNING[0], SPLIT[-1]), "gemm+rs": SPANNING[:1]}
     assert tiles == [*CONFIGS[pattern], *spanning.get(pattern, ())]
     for config, time in found.items():
         gemm = gemm_of(config.plan(problem, 4), config.execution.config)

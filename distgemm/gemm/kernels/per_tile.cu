@@ -45,8 +45,8 @@
 //   3. A warp group multiplies, adds, and writes subtiles of 8 KiB: barriers `free` and `written`.
 //   4. Warp 3 stores subtiles by TMA. Once all that it stored at a peer is there, it sets the flag of the part.
 //
-// With DG_SPLIT the blocks of a cluster split k: each multiplies all tiles of the cluster, with every DG_SPLIT-th stage of
-// k. The first blocks finish a tile each, as above, and the other ones send them their sums: barriers `summed` and `taken`.
+// With DG_SPLIT the blocks of a gather's cluster split k: each multiplies all tiles of the cluster, with every DG_SPLIT-th
+// stage of k. The first blocks finish a tile each, as above, and the other ones send them their sums: barriers `summed` and `taken`.
 //
 // A flag has the epoch in which its slot was filled last. A wait ends if it is the epoch of the ticket (epochs.cuh).
 // All waits end: a tile waits only for tiles with lower tickets on other ranks, or for warps 1, which wait for no tile.
@@ -107,7 +107,7 @@ constexpr bool kSplits = kSplit > 1;
 constexpr int kCluster = kSplits ? kSplit : kTiles;  // thread blocks
 constexpr int kSharesM = kSplits ? 1 : kClusterM, kSharesN = kSplits ? 1 : kClusterN;  // of loads of B, and of A
 constexpr int kBlockM = kTileM * kClusterM / kSharesM, kBlockN = kTileN * kClusterN / kSharesN;  // what a block multiplies
-static_assert(kTiles <= kCluster && (!kSplits || kPingpong));
+static_assert(kTiles <= kCluster && (!kSplits || (kPingpong && kPattern == DG_GATHER)));
 constexpr int kStages = DG_STAGES;                   // of operands
 constexpr int kEpilogueStages = DG_EPILOGUE_STAGES;  // of each warp group, for subtiles that are stored
 
@@ -745,7 +745,7 @@ class Kernel {
       // The owners finish their tiles in the order of units.
       uint32_t const distance = ticket % peers + 1, number = ticket / peers, first = number % takes * 2;
       uint32_t const group = number / takes % kParts, block = number / (takes * kParts);
-      Tile const tile = Tile::of(order_.of_unit(distance, block / kTiles), block % kTiles);
+      Tile const tile = Tile::of(order_.of_unit(distance, block / kCluster), block % kCluster);
       uint32_t const slot = result_slot_(distance, part_(tile, group));
       if (leads && !mute) {
         spaces_.wait(spaces_.flag(spaces_.rank, clock.buffer(), slot), clock.epoch());

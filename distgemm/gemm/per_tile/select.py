@@ -34,27 +34,22 @@ ONE_SHOT = ("64x64x64_1x2_pingpong", "64x128x64_1x2_pingpong")
 """Those of one-shot all-reduces, which are for few rows."""
 SPANNING = ("128x128x64_1x2_cooperative", *ONE_SHOT)
 """Those of few rows whose tiles span shards."""
-SPLIT = (
-    "64x64x64_1x1_pingpong_split_4",
-    "64x64x64_1x2_pingpong_split_2",
-    "64x64x64_1x2_pingpong_split_4",
-    "64x64x64_2x2_pingpong_split_4",
-)
-"""Those of few rows whose thread blocks split k: of one-shot and other all-reduces, and where tiles span shards."""
+SPLIT = ("64x64x64_1x2_pingpong_split_4", "64x64x64_2x2_pingpong_split_4")
+"""Those of "ag+gemm" whose tiles span shards, and whose thread blocks split k."""
 SHORT_M = 64
 """Rows of a shard, up to which clusters of one row of tiles, of 64 rows, are worth a try."""
 MACHINE = "h200"
 """The machine of all predictions, whatever the GPU: they only say which kernels are worth measuring."""
-EPILOGUE_STAGES: dict[Pattern, tuple[int, int, int]] = {
-    "ag+gemm": (1, 2, 1),
-    "gemm+rs": (1, 4, 2),
-    "gemm+ar": (1, 3, 1),
-    "gemm+a2a": (1, 3, 1),
-    "a2a+gemm": (1, 2, 1),
+EPILOGUE_STAGES: dict[Pattern, tuple[int, int]] = {
+    "ag+gemm": (1, 2),
+    "gemm+rs": (1, 4),
+    "gemm+ar": (1, 3),
+    "gemm+a2a": (1, 3),
+    "a2a+gemm": (1, 2),
 }
 """Of a cooperative kernel, and of a pingpong kernel: the fastest ones in docs/per_tile.md. All-to-alls have not been
-measured: theirs are those of the kernels whose warp 1 does the same. Of a kernel that splits k: as few as hold a tile
-of 64x64, since shared memory also has sums."""
+measured: theirs are those of the kernels whose warp 1 does the same. A kernel that splits k has one, which holds a tile
+of 64x64, since its shared memory also has sums."""
 ROW_BYTES = 16
 """Bytes that divide each row which TMA copies."""
 
@@ -65,15 +60,14 @@ def configs_of(plan: Plan) -> tuple[str, ...]:
     if pattern is None:
         return (LARGE,)
     if _is_one_shot(plan):
-        return (*ONE_SHOT, *SPLIT)
+        return ONE_SHOT
     by_columns = pattern == "gemm+ar" and _is_by_columns(plan)
     m = plan.problem.m // (1 if by_columns else plan.world_size)
     # The last one equals the one before, unless half of that one's clusters would be padding.
     found = CONFIGS[pattern] if m <= SHORT_M else CONFIGS[pattern][:-1]
-    few = [x for x in (*SPANNING, *SPLIT) if may_span(traits_of(x, pattern), plan.world_size, m)]
-    if by_columns or (pattern == "gemm+ar" and m <= SHORT_M):
-        few += SPLIT
-    return tuple(dict.fromkeys((*found, *few)))
+    few = (*SPANNING, *SPLIT) if pattern == "ag+gemm" else SPANNING
+    spanning = [config for config in few if may_span(traits_of(config, pattern), plan.world_size, m)]
+    return tuple(dict.fromkeys((*found, *spanning)))
 
 
 def traits_of(
@@ -113,7 +107,7 @@ def traits_of(
         b_major="n" if turned_b else "k",
         sends=pattern in GATHERING,
         one_shot=one_shot,
-        epilogue_stages=EPILOGUE_STAGES["ag+gemm" if one_shot else pattern][2 if found.split > 1 else pingpong],
+        epilogue_stages=1 if found.split > 1 else EPILOGUE_STAGES["ag+gemm" if one_shot else pattern][pingpong],
         split=found.split,
     )
 
