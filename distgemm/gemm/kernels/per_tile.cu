@@ -45,8 +45,8 @@
 //   3. A warp group multiplies, adds, and writes subtiles of 8 KiB: barriers `free` and `written`.
 //   4. Warp 3 stores subtiles by TMA. Once all that it stored at a peer is there, it sets the flag of the part.
 //
-// With DG_SPLIT the blocks of a gather's cluster split k: each multiplies all tiles of the cluster, with every DG_SPLIT-th
-// stage of k. The first blocks finish a tile each, as above, and the other ones send them their sums: barriers `summed` and `taken`.
+// With DG_SPLIT the blocks of a gather's cluster split k: each multiplies all tiles of the cluster, with a part of the
+// stages of k. The first blocks finish a tile each, as above, and the other ones send them their sums: barriers `summed` and `taken`.
 //
 // A flag has the epoch in which its slot was filled last. A wait ends if it is the epoch of the ticket (epochs.cuh).
 // All waits end: a tile waits only for tiles with lower tickets on other ranks, or for warps 1, which wait for no tile.
@@ -357,7 +357,8 @@ class Kernel {
         block_(kCluster > 1 ? block_rank_in_cluster() : 0),
         clusters_(gridDim.x / kCluster),
         shard_depth_((params.k + kTileK - 1) / kTileK),
-        depth_((shard_depth_ * (kFromHolders ? spaces_.ranks : 1) + (kSplits ? kSplit - 1 - block_ : 0)) / kSplit) {}
+        first_(kSplits ? shard_depth_ * block_ / kSplit : 0),
+        depth_(kSplits ? shard_depth_ * (block_ + 1) / kSplit - first_ : shard_depth_ * (kFromHolders ? spaces_.ranks : 1)) {}
 
   CUTE_DEVICE void run() {
     uint32_t const warp = cutlass::canonical_warp_idx_sync();
@@ -556,15 +557,15 @@ class Kernel {
         for (int i = 0; i < kSharesN; ++i) bytes_a += i * params_.loaded_m < rows ? params_.box_m * kLine : 0;
       }
       uint32_t const of_tile = rank_at_(tile.distance);
-      uint32_t const slices = params_.slices * (kFromHolders ? spaces_.ranks : 1);
+      uint32_t const slices =
+          kSplits ? (first_ + depth_ - 1) / kSliceTiles + 1 : params_.slices * (kFromHolders ? spaces_.ranks : 1);
       uint32_t arrived = 0, first_slice = 0;  // slices from the first on that have arrived, as bits
       // The next ticket arrives while the last slices are loaded.
       Clock taken{};
-      uint32_t const ahead = 2 * kStages * kSplit / kSliceTiles + 1;
+      uint32_t const ahead = 2 * kStages / kSliceTiles + 1;
       uint32_t const take_at = slices > ahead ? slices - ahead : 0;
       uint32_t const pass_at = cute::min(take_at + ahead / 2, slices - 1);
-      uint32_t part = 0;  // of k, of the next stage
-      for (uint32_t slice = 0; slice < slices; ++slice) {
+      for (uint32_t slice = first_ / kSliceTiles; slice < slices; ++slice) {
         Slice const from = slice_(tile, slice);
         bool const receives = kGathers && (from.distance || spans_());
         CUtensorMap const& map_a = receives ? params_.received[clock.buffer()] : params_.a;
@@ -580,10 +581,10 @@ class Kernel {
         }
         if (elected) {
           if (block_ == 0 && slice == take_at) taken = spaces_.take();
-          uint32_t const end = cute::min((from.number + 1) * kSliceTiles, shard_depth_);
+          uint32_t const begin = cute::max(from.number * kSliceTiles, first_);
+          uint32_t const end = cute::min((from.number + 1) * kSliceTiles, kSplits ? first_ + depth_ : shard_depth_);
           CUTE_NO_UNROLL
-          for (uint32_t k = from.number * kSliceTiles; k < end; ++k) {
-            if (kSplits && part++ % kSplit != block_) continue;
+          for (uint32_t k = begin; k < end; ++k) {
             uint64_t& full = storage_.full[stage.index];
             Barrier::wait(storage_.empty[stage.index], stage.phase ^ 1);
             Barrier::expect(full, bytes_a + kStageB);
@@ -1004,7 +1005,7 @@ class Kernel {
         if (kHandsOut && hands_out) {
           bool const turn = k == next_handed_out;
           if (turn) next_handed_out += order_.columns * kClusterN * kTileN / kBlockN;
-          hand_out_(product, k * kSplit + (kSplits ? block_ : 0), now, turn);
+          hand_out_(product, first_ + k, now, turn);
         }
         warpgroup_fence_operand(sums);
         warpgroup_arrive();
@@ -1430,7 +1431,8 @@ class Kernel {
   TileOrder const& order_;
   Workspaces const& spaces_;
   Storage& storage_;
-  uint32_t const block_, clusters_, shard_depth_, depth_;  // stages of this rank's columns of A, and of this block's sum
+  uint32_t const block_, clusters_, shard_depth_;  // stages of this rank's columns of A
+  uint32_t const first_, depth_;                   // the first stage of this block's sum, and how many it has
   bool mute_ = false;
 };
 
