@@ -87,7 +87,7 @@ class Loop:
         self.sums, self.inputs = [], []
         for seed in range(3):  # two buffers: what an earlier replay left is of another input
             self.sums.append(data.draw(seed).sum().item())
-            self.inputs.append({name: data.shards[name].clone() for name in "AB"})
+            self.inputs.append({name: data.shards[name].clone() for name in "ABC"})
         self.behind: list[torch.Tensor] = []
         self.wanted: list[float] = []
         self.number = 0

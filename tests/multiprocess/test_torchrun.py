@@ -47,12 +47,14 @@ def on_two_hosts(program: Path) -> str:
     return "".join(out for out, _ in ended)
 
 
+@pytest.mark.sample(0)  # many launches
 def test_two_commands_start_two_hosts() -> None:
     # Ranks of a node share a pipe, so a line may begin before another one's end.
     lines = sorted(re.findall(r"\d:\d:right:\d", on_two_hosts(HOSTS_PROGRAM)))
     assert lines == [f"{host}:{rank}:right:1" for host in range(2) for rank in range(2)]
 
 
+@pytest.mark.sample(0)  # many launches
 def test_the_program_of_layers_across_hosts_runs(tmp_path: Path) -> None:
     """Each rank says what its last call was: a nested schedule, over gloo where there is no GPU."""
     text = (ROOT / "docs" / "hosts.md").read_text(encoding="utf-8")

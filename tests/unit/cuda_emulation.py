@@ -11,7 +11,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ PAIRWISE_ALL_REDUCE = "all_reduce_1d_pairwise_a"
 ONE_TERM, ANY_TERMS = "one term", "any terms"
 """Providers of the emulation, by how many terms their epilogues add."""
 
-Task = Any  # a MemOp, a Callable[[], None], or an EmulatedExchange
+Task = Any  # a MemOp, a Callable[[], None], an EmulatedExchange, or an EmulatedDiscard
 
 
 def unused(task: Task) -> Task:
@@ -80,8 +80,8 @@ class EmulatedExchange:
 
     def done(self) -> bool:
         if self.rank in self.machine.aborted:
-            for _, memory in self.receives if self.ends is None else ():
-                memory.view(torch.uint8).fill_(0xFF)
+            for _, memory in self.receives:
+                memory.fill_(3.0)  # not defined
             return True
         if self.ends is None:
             channels, self.ends = self.machine.channels, []
@@ -90,13 +90,19 @@ class EmulatedExchange:
                 channel.sent.append(memory)
                 self.ends.append((channel, len(channel.sent)))
             for peer, memory in self.receives:
-                memory.view(torch.uint8).fill_(0xFF)  # what was there is gone once the message may come
                 channel = channels[peer, self.rank]
                 channel.awaited.append(memory)
                 self.ends.append((channel, len(channel.awaited)))
             for channel, _ in self.ends:
                 channel.move()
         return all(channel.moved >= number for channel, number in self.ends)
+
+
+class EmulatedDiscard(NamedTuple):
+    """The kernel that makes messages NaN if a flag says that messages were aborted."""
+
+    aborted: int
+    received: Sequence[torch.Tensor]
 
 
 class Machine:
@@ -127,7 +133,10 @@ class Machine:
         """Do a task. False for a wait that goes on."""
         if isinstance(task, EmulatedExchange):
             return task.done()
-        if not isinstance(task, MemOp):
+        if isinstance(task, EmulatedDiscard):
+            for memory in task.received if self.flags.get(task.aborted) else ():
+                memory.view(torch.uint8).fill_(0xFF)
+        elif not isinstance(task, MemOp):
             task()
         elif task.wait:
             return self.flags.get(task.address, 0) == task.value
@@ -304,7 +313,11 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
         workspace = put.__self__
         return EmulatedLaunch(tasks, EmulatedExchange(workspace.machine, workspace.rank, sends, receives))
 
+    def bind_discard(aborted: int, received: Sequence[torch.Tensor], device: int) -> Any:
+        return EmulatedLaunch(tasks, EmulatedDiscard(aborted, received))
+
     monkeypatch.setattr(binding, "ExchangeLaunch", exchange)
+    monkeypatch.setattr(binding, "bind_discard", bind_discard)
     monkeypatch.setattr(binding, "bind_flag_ops", bind_flag_ops)
     monkeypatch.setattr(binding, "get_provider", Provider)
     monkeypatch.setattr(binding, "FlagOpsLaunch", lambda ops: EmulatedLaunch(tasks, *ops))

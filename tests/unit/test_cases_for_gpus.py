@@ -10,6 +10,7 @@ import torch
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.plan.ops import Gemm
 from distgemm.runtime.cuda.binding import Binder
+from distgemm.runtime.cuda.lowering import check_waits
 from distgemm.runtime.executable import ExecutionConfig
 from tests.gpu import cuda_worker as worker
 from tests.gpu.cuda_worker import Case
@@ -26,7 +27,10 @@ EVERY = [
 def binders(case: Case) -> list[Binder]:
     """The parts of all ranks."""
     plan, execution = case.plan(), ExecutionConfig(**case.execution_options())
-    return [Binder(plan, rank, torch.device("cuda", 0), execution) for rank in range(plan.world_size)]
+    found = [Binder(plan, rank, torch.device("cuda", 0), execution) for rank in range(plan.world_size)]
+    for binder in found:
+        check_waits(plan, execution, binder.actions)
+    return found
 
 
 @pytest.mark.sample(40)

@@ -236,9 +236,10 @@ class StuckError(Exception):
     """What a thread gets."""
 
 
-@pytest.mark.parametrize("first", ["watchdog", "call"])
+@pytest.mark.parametrize("first", ["watchdog", "call", "failed call"])
 def test_a_thread_gets_one_error(first: str) -> None:
-    """Of the watchdog, or of its next call. A second one would come while the first is handled."""
+    """Of the watchdog, of its next call, or of one that could not be issued. A second one would come while the first is
+    handled."""
     watched = watched_without_gpu(Machine(2, 256).workspaces[0], torch.zeros(0))
     watched.pending.append(SimpleNamespace(thread=threading.get_ident()))
     handled = 0
@@ -246,7 +247,7 @@ def test_a_thread_gets_one_error(first: str) -> None:
         if first == "watchdog":
             watched.raise_in_threads(StuckError)
         else:
-            watched.raises_itself()
+            watched.raises_itself() if first == "call" else watched.give_up("a message is refused")
             raise StuckError
         for _ in range(1000):
             time.sleep(1e-5)
@@ -299,6 +300,8 @@ class Freeing:
                 self.finished[rank] = done
                 self.poison(rank)  # each its own, and one that of the silent rank
             if rank not in {*self.machine.aborted, self.silent} and self.machine.workspaces[rank].across is not None:
+                flags, value = self.machine.workspaces[rank].closing()
+                self.machine.flags |= dict.fromkeys(flags, value)
                 self.machine.abort(rank)
                 return True
         self.written = []
@@ -375,7 +378,7 @@ def test_results_of_stuck_calls_become_nan_also_in_inference_mode(monkeypatch: p
     workspace.executables.append(lambda: SimpleNamespace(actions=[]))
     watched: Any = WatchedWorkspace.__new__(WatchedWorkspace)
     watched.workspace, watched.store, watched.under_way = workspace, SimpleNamespace(set=lambda *_: None), None
-    watched.stream = None
+    watched.stream, watched.gave_up = None, False
     watched.read_flags = lambda: content(flags)
     did: list[Any] = []
     watched.poison = lambda rank: did.append(("poison", rank))
@@ -394,6 +397,12 @@ def test_results_of_stuck_calls_become_nan_also_in_inference_mode(monkeypatch: p
     entry = workspace.buffers[1].left(0, 1)
     closed = [buffer.left(1, 0) for buffer in workspace.buffers]
     assert did == [("poison", 0), ("poison", 1), (closed, 0), ("poison", 0), ([entry], 1), ("poison", 0)]
+    # Where this rank failed as it issued a call, the flags stay as its part left them.
+    flags[1, stage_index(2)], watched.under_way, watched.gave_up = stage, None, True
+    out = torch.zeros(2)
+    watched.pending.append(SimpleNamespace(end=SimpleNamespace(query=lambda: True), out=lambda: out))
+    Watchdog().free(watched, {1})
+    assert out.isnan().all() and flags[1, stage_index(2)] == stage
 
 
 def test_a_message_is_for_one_workspace_alone() -> None:

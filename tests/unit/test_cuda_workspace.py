@@ -36,9 +36,9 @@ def test_flags_are_read_as_they_are_written(number: int) -> None:
     flags[number] = torch.arange(flags.shape[1])
     buffer = workspace.buffers[number]
     flags[number, stage_index(3)] = stage_value(5, Stage.BODY)
-    assert workspace.read(flags.flatten()) == (number, 5, Stage.BODY, [0, 1, 2], [4, 5, 6], [10, 11, 12, 13], 9)
+    assert workspace.read(flags.flatten()) == (number, 5, Stage.BODY, [0, 1, 2], [4, 5, 6], [12, 13, 14, 15], 9)
     addresses = [buffer.left(1, 2), buffer.entered(1, 2), buffer.plan_flag(1, 3)]
-    assert addresses == [buffer.bases[1] + FLAG_BYTES * index for index in (2, 6, 13)]
+    assert addresses == [buffer.bases[1] + FLAG_BYTES * index for index in (2, 6, 15)]
     steps = [op for step in buffer.steps(5, []).values() for op in step]
     stages = [op.value for op in steps if op.address == buffer.bases[1] + stage_index(3) * FLAG_BYTES]
     assert stages == [stage_value(5, Stage.ENTRY), stage_value(5, Stage.BODY), 0]

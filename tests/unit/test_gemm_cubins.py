@@ -16,6 +16,7 @@ from distgemm.gemm.driver import LaunchConfig
 from distgemm.gemm.flags import FlagOps
 from distgemm.gemm.nvcc import KernelSource, command, find_nvcc
 from distgemm.gemm.sums import _Arguments, sum_source  # noqa: PLC2701  (its size is checked)
+from distgemm.runtime.cuda.discard_kernel import DiscardArguments
 
 SOURCE = KernelSource("a kernel", (), "90a")
 
@@ -101,6 +102,7 @@ def test_a_kernel_for_another_struct_is_refused() -> None:
     ("source", "struct"),
     [
         (KernelSource("flags", (), "90a", "flags.cu", ("flags.cuh", "facts.cuh")), FlagOps),
+        (KernelSource("discard", (), "90a", "discard.cu", ("facts.cuh",)), DiscardArguments),
         (sum_source("bfloat16", "float32", 4, "90a"), _Arguments),
         (sum_source("float64", "bfloat16", 1, "80"), _Arguments),
     ],

@@ -270,6 +270,7 @@ print(json.dumps([nvcc.origin(source), str(path), read_facts(path.read_bytes())[
 """
 
 
+@pytest.mark.sample(0)  # a compiler runs for some seconds
 def test_a_real_pack_without_a_compiler(tmp_path: Path) -> None:
     """A kernel is compiled and packed; pip installs the wheel; another process finds it, and has no compiler."""
     if find_nvcc() is None:

@@ -93,6 +93,7 @@ def test_per_tile_kernels_are_listed(listed: set[KernelSource]) -> None:
     assert len(wanted) == 44 and wanted == {source for source in listed if source.file == "per_tile.cu"}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("group", [2, 4], indirect=True)
 def test_per_tile_kernels_that_are_predicted_are_listed(group: Any, listed: set[KernelSource]) -> None:
     found: dict[bool, set[KernelSource]] = {True: set(), False: set()}

@@ -11,6 +11,7 @@ from distgemm.gemm.nvcc import find_nvcc
 from tests.gpu.litmus.__main__ import CONTROLS, OMISSIONS, PROTOCOL, Row, Variant, compiled, opened, shape_on, status_of
 
 
+@pytest.mark.sample(0)  # a compiler runs for some seconds
 @pytest.mark.skipif(find_nvcc() is None, reason="there is no nvcc")
 def test_the_source_compiles_for_the_runner(tmp_path: Path) -> None:
     opened(compiled(tmp_path))

@@ -113,6 +113,7 @@ def test_few_tokens_take_a_library() -> None:
     assert predicted(GemmProblem(128, 14336, 4096), "ag+gemm", 4).text == UNFUSED.text
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("file", "most"),
     [

@@ -24,9 +24,10 @@ from distgemm.plan.plan import SLOT_ALIGNMENT, Plan
 from distgemm.plan.problem import DTYPE_BYTES
 from distgemm.plan.scaling import SCALE_OPERANDS, OperandScaling
 from distgemm.runtime.checks import TORCH_DTYPES, gathered_box, shard_dtype
+from distgemm.runtime.cuda.discard_kernel import bind_discard, discard_source
 from distgemm.runtime.cuda.flag_kernel import bind_flag_ops, flag_source
 from distgemm.runtime.cuda.lowering import copies_first, lower
-from distgemm.runtime.cuda.lowering.actions import COMM, Action, exchanges_of, on_one_stream, waits_of
+from distgemm.runtime.cuda.lowering.actions import COMM, Action, exchanges_of, waits_of
 from distgemm.runtime.cuda.memops import FlagOpsLaunch, copies_of, wait_for, write
 from distgemm.runtime.cuda.nccl import ExchangeLaunch, Message
 from distgemm.runtime.cuda.workspace import Step, Workspace
@@ -106,7 +107,7 @@ class Binder:
 
     Raises:
         PlanError: as :func:`distgemm.runtime.cuda.lowering.lower.lower` raises it.
-        ValueError: for a scaling that no kernel has, or for ``wait_by="kernel"`` where kernels run on several streams.
+        ValueError: for a scaling that no kernel has.
     """
 
     def __init__(self, plan: Plan, rank: int, device: torch.device, execution: ExecutionConfig) -> None:
@@ -117,7 +118,6 @@ class Binder:
         _check_scaling(plan)
         self.first_users_of_a = first_users_of_a(plan, rank)
         self.actions: Sequence[Action] = lower(plan, rank, execution)
-        _check_waits(plan, execution, self.actions)
 
     def attach(self, workspace: Workspace, number: int) -> None:
         """Set where calls find slots and flags.
@@ -188,6 +188,8 @@ class Binder:
                 sources.append(sum_source_of(summed, matrix_spec("D", found.tensor(op.out))))
         if self.execution.wait_by == "kernel":
             sources.append(flag_source())
+        if any(op.receives for op in exchanges_of(self.actions)):
+            sources.append(discard_source())
         return list(dict.fromkeys(sources))
 
     def specs(self, c: bool = False, turned_b: bool = False) -> list[GemmSpec]:
@@ -292,6 +294,9 @@ class Binding:
             memory, staged = self._message(copy, copy.dst)
             behind += copies_of(self.tensor(copy.dst), memory) if staged else ()
             receives.append(Message(copy.src.rank, memory))
+        if receives:
+            received = [memory for _, memory in receives]
+            behind.insert(0, bind_discard(workspace.aborted, received, self._device_index))
         ended = FlagOpsLaunch([workspace.buffers[self.buffer].exchanged(self.binder.exchange_numbers[op.id])])
         return [*before, ExchangeLaunch(workspace.across.exchange, sends, receives), *behind, ended]
 
@@ -413,15 +418,6 @@ def first_users_of_a(plan: Plan, rank: int) -> set[int]:
     wanted = gathered_box(plan, rank)
     covered = all(contains(wanted, box) for box in first) and sum(map(box_size, first)) == box_size(wanted)
     return set(first.values()) if covered else set()
-
-
-def _check_waits(plan: Plan, execution: ExecutionConfig, actions: Sequence[Action]) -> None:
-    if execution.wait_by == "kernel" and not on_one_stream(actions):
-        raise ValueError(
-            f"wait_by='kernel' is for plans that multiply and add on one stream, and {plan.schedule} with "
-            f"gemm_streams={execution.gemm_streams} does not: beside other kernels, a kernel that waits may "
-            "keep an SM from what it waits for. wait_by='memory_op' works"
-        )
 
 
 def _check_scaling(plan: Plan) -> None:

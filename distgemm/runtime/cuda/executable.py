@@ -29,7 +29,7 @@ from distgemm.runtime.checks import (
 from distgemm.runtime.cuda.binding import Binder, Bound, CallTensors
 from distgemm.runtime.cuda.calls import GpuExecutable, PreparedCall
 from distgemm.runtime.cuda.lowering import most_flags
-from distgemm.runtime.cuda.lowering.actions import GEMM_STREAM, Action, exchanges_of
+from distgemm.runtime.cuda.lowering.actions import GEMM_STREAM, Action, check_waits, exchanges_of
 from distgemm.runtime.cuda.recording import CallLayout, Recording, captured_node, layout_of
 from distgemm.runtime.cuda.watched import awaited
 from distgemm.runtime.cuda.workspace import BUFFERS, FlagValues, Workspace
@@ -88,6 +88,7 @@ class CudaExecutable(GpuExecutable):
         problem: Exception | None = None
         try:
             self.binder = Binder(plan, self.rank, device, execution)
+            check_waits(plan, execution, self.actions)
             choices = self.binder.choices(turned_b=turned_b)
         except Exception as error:  # raised below, once all ranks know of it
             problem, choices = error, []

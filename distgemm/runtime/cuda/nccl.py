@@ -22,9 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from cuda.bindings import runtime
 
-from distgemm.gemm.cuda_errors import raise_on
 from distgemm.gemm.launches import MovableLaunch
 from distgemm.runtime.checks import exchange_reports, group_timeout, raise_failures
 from distgemm.runtime.cuda.processes import ProcessId, has_ended
@@ -34,8 +32,6 @@ __all__ = ["Communicator", "ExchangeLaunch", "Message", "library"]
 LIBRARY = "libnccl.so.2"
 ID_BYTES = 128
 """Size of an ncclUniqueId."""
-NAN_BYTE = 0xFF
-"""A float of any type whose bytes are all this one is NaN."""
 UINT8 = 1
 """ncclUint8: messages are bytes."""
 SUCCESS, IN_PROGRESS = 0, 7
@@ -272,8 +268,6 @@ class _Ranks:
 class ExchangeLaunch(MovableLaunch):
     """Messages to and from other hosts, in memory that never moves.
 
-    What is received becomes NaN first: so a message that is aborted is right or NaN in each element.
-
     Args:
         exchange: the function of a :class:`Communicator` that puts them on a stream.
         sends: what this rank sends.
@@ -290,6 +284,4 @@ class ExchangeLaunch(MovableLaunch):
 
     def __call__(self, stream: int | None = None) -> None:
         assert stream is not None
-        for _, memory in self.receives:
-            raise_on(runtime.cudaMemsetAsync(memory.data_ptr(), NAN_BYTE, memory.nbytes, stream))
         self.exchange(self.sends, self.receives, stream)

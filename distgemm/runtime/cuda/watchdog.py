@@ -236,7 +236,8 @@ class Watchdog:
         while True:
             _, values = read(watched)
             pending = list(watched.pending)
-            if values is not None and values.idle and all(call.end.query() for call in pending):  # type: ignore[no-untyped-call]
+            idle = values is not None and (values.idle or watched.gave_up)
+            if idle and all(call.end.query() for call in pending):  # type: ignore[no-untyped-call]
                 break
             seconds = time.monotonic() - start
             if seconds > FREE_TIMEOUT_S:

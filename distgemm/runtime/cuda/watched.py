@@ -87,6 +87,7 @@ class WatchedWorkspace:
         under_way: the executable whose replay the flags named when they were last read; None: they named none.
         failed: whether the watchdog itself has failed here.
         informed: threads that have raised the error of this workspace, or will.
+        gave_up: whether this rank has given the workspace up.
         failure: why this rank gives the workspace up, until the watchdog has informed the others; None: it does not.
     """
 
@@ -100,7 +101,7 @@ class WatchedWorkspace:
         self.streams: dict[int, torch.cuda.Stream] = {}  # by handle: torch takes microseconds to wrap one
         self.owner = threading.main_thread().ident or 0
         self.informed: set[int] = set()
-        self.failed = self.warned = False
+        self.failed = self.warned = self.gave_up = False
         self.failure: str | None = None
         self.last_change: tuple[Any, float] = None, 0.0  # flags and ended calls, and when they last changed
         self.under_way: WatchedExecutable | None = None
@@ -152,7 +153,12 @@ class WatchedWorkspace:
             self.informed.add(thread)
 
     def give_up(self, reason: str) -> None:
-        """End the workspace: calls raise from now on, and the watchdog informs the other ranks."""
+        """End the workspace: calls raise from now on, and the watchdog informs the other ranks.
+
+        The calling thread raises an error by itself. A part of its call is missing, so its replay does not end.
+        """
+        self.raises_itself()
+        self.gave_up = True
         self.workspace.dead = self.failure = reason
 
     def reclaim(self) -> None:

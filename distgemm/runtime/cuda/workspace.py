@@ -5,6 +5,7 @@
     entered[peer]       rank               peer        the peer has seen left[rank], and reset it
     stage               rank               rank        how far the replay is; the watchdog reads it
     exchanged           rank               rank        the exchanges that have ended in this replay, if there are hosts
+    aborted             rank               watchdog    what this rank receives from other hosts becomes NaN
     plan_flag[number]   rank               one peer    what the plan's flag says, within one replay
 
 Every replay of every executable takes these steps:
@@ -193,7 +194,7 @@ def stage_index(world_size: int) -> int:
 
 def first_plan_flag(world_size: int) -> int:
     """The number of flags before the plan's. Flags that are cleared two at once share 8 bytes with no other kind."""
-    return stage_index(world_size) + 2
+    return stage_index(world_size) + 4  # stage, exchanged, aborted
 
 
 def _even(count: int) -> int:
@@ -315,7 +316,7 @@ class SharedWorkspace:
 
     def closing(self) -> tuple[list[int], int]:
         """Addresses of flags, and what is written there, before the slots of this rank become NaN."""
-        return [], 0
+        raise NotImplementedError
 
     def ending(self, silent: set[int]) -> tuple[set[int], list[int], int]:
         """What follows: no wait is left that nobody ends, and no replay begins that could give wrong results.
@@ -422,6 +423,14 @@ class Workspace(SharedWorkspace):
             values[first_plan_flag(size) :],
             values[at + 1],
         )
+
+    @property
+    def aborted(self) -> int:
+        """Address of the flag that says whether messages were aborted: what is received then is not defined."""
+        return self.buffers[0].bases[self.rank] + (stage_index(self.world_size) + 2) * FLAG_BYTES
+
+    def closing(self) -> tuple[list[int], int]:
+        return [self.aborted] if self.across is not None else [], 1
 
     def ending(self, silent: set[int]) -> tuple[set[int], list[int], int]:
         # Plans may read the slots of other ranks. Those enter no more.

@@ -1,6 +1,6 @@
 """Lowering: passes that turn a rank's ops into actions on streams. No tensor and no address is known yet."""
 
-from distgemm.runtime.cuda.lowering.actions import COMM, GEMM_STREAM, Action, on_one_stream, waits_of
+from distgemm.runtime.cuda.lowering.actions import COMM, GEMM_STREAM, Action, check_waits, on_one_stream, waits_of
 from distgemm.runtime.cuda.lowering.lower import check_across, copies_first, lower, most_flags
 
 __all__ = [
@@ -8,6 +8,7 @@ __all__ = [
     "COMM",
     "Action",
     "check_across",
+    "check_waits",
     "copies_first",
     "lower",
     "most_flags",

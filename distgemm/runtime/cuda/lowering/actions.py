@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 
 from distgemm.plan.exchanges import Exchange
 from distgemm.plan.ops import Op, Wait
+from distgemm.plan.plan import Plan
 from distgemm.runtime.cuda.workspace import Step
+from distgemm.runtime.executable import ExecutionConfig
 
-__all__ = ["GEMM_STREAM", "COMM", "Action", "exchanges_of", "on_one_stream", "waits_of"]
+__all__ = ["GEMM_STREAM", "COMM", "Action", "check_waits", "exchanges_of", "on_one_stream", "waits_of"]
 
 COMM = 0
 """The stream of all copies between ranks and of the signals behind them. There is one such stream, because two copies
@@ -43,6 +45,20 @@ class Action:
 def on_one_stream(actions: Sequence[Action]) -> bool:
     """Whether all GEMMs and sums are on one stream, so that none runs beside another."""
     return all(action.stream <= GEMM_STREAM for action in actions)
+
+
+def check_waits(plan: Plan, execution: ExecutionConfig, actions: Sequence[Action]) -> None:
+    """Check that kernels which wait run beside no other ones, from which they could keep an SM.
+
+    Raises:
+        ValueError: where GEMMs and sums are on several streams.
+    """
+    if execution.wait_by == "kernel" and not on_one_stream(actions):
+        raise ValueError(
+            f"wait_by='kernel' is for plans that multiply and add on one stream, and {plan.schedule} with "
+            f"gemm_streams={execution.gemm_streams} does not: beside other kernels, a kernel that waits may keep an SM "
+            "from what it waits for. wait_by='memory_op' works"
+        )
 
 
 def exchanges_of(actions: Sequence[Action]) -> list[Exchange]:
