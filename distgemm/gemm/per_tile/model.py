@@ -85,8 +85,9 @@ class Costs:
         flag: from there until a waiting warp has seen the flag, us.
         sum_subtile: of a subtile of a partial sum that a warp group adds, us. Fitted.
         write_subtile: of a subtile that is written, us. Fitted.
-        exchange: of 8 KiB of sums that a thread block has from one of those that split k, us. Such that the fastest
-            kernels of ``per_tile_split_h100.json`` are selected.
+        exchange: of 8 KiB of sums that a thread block has from one of those that split k, us. This and ``split_share``
+            are from the rows of ``per_tile_split_h100.json`` that have one wave of clusters.
+        split_share: of the rate of an SM, that of thread blocks which split k.
         take: from the arrival of a result to its place in D, us. Fitted to all-reduces.
         send_gb_per_s, store_gb_per_s: rates at which pieces and tiles leave: those that executables set.
         cache: bytes of panels that stay in L2, which has 50 MB.
@@ -99,7 +100,8 @@ class Costs:
     flag: float = 2.2
     sum_subtile: float = 0.64
     write_subtile: float = 0.16
-    exchange: float = 0.6
+    exchange: float = 0.15
+    split_share: float = 0.56
     take: float = 5.6
     send_gb_per_s: float = SEND_GB_PER_S
     store_gb_per_s: float = STORE_GB_PER_S
@@ -182,6 +184,7 @@ class _Replay:
         depth = -(-self.k // (traits.tile_k * traits.split)) * traits.tile_k if traits.split > 1 else self.k
         self.multiply_us = max(2.0 * traits.block_tile[0] * traits.block_tile[1] * depth / sm, costs.ticket)
         if traits.split > 1:
+            self.multiply_us /= costs.split_share
             self.multiply_us += costs.exchange * traits.split * traits.tile[0] * traits.tile[1] * 4 / SUBTILE_BYTES
         flop = 2.0 * order.shards * gemm.m * gemm.n * self.k
         self.least_us = costs.start + flop / (rate.power * self.tile.power * 1e6)
