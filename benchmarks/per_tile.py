@@ -10,7 +10,8 @@ With one GPU the kernel is that of rank 0 of 8. All its flags are set before, an
 is measured is the kernel's own cost, with stores that leave as slowly as over a link. With several GPUs the time is
 that of the slowest rank, and each result is compared with a product in float32. Kernels and variants of a row are
 measured in turn, round by round. "link" is the time of the bytes that a rank sends, at 376 GB/s. The row "tiny" has
-one tile of each shard. "_span" ends the names of kernels whose tiles span shards of few rows.
+one tile of each shard. "_span" ends the names of kernels whose tiles span shards of few rows; "_columns" of all-reduces
+of few rows whose shards are columns, and "_one" of one-shot ones. In "_split_4", 4 thread blocks split k.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from distgemm.gemm.per_tile.epochs import TICKET_BITS
 from distgemm.gemm.per_tile.kernel import GATHERING, KernelTraits, Launch
 from distgemm.gemm.per_tile.local import LocalRanks
 from distgemm.gemm.per_tile.params import CONTROL_BYTES, Control
-from distgemm.gemm.per_tile.select import CONFIGS, SPANNING, traits_of
+from distgemm.gemm.per_tile.select import CONFIGS, ONE_SHOT, SPANNING, SPLIT, traits_of
 from distgemm.measure.models import MODELS
 from distgemm.measure.timing import time_launches
 from distgemm.schedulers import PATTERNS, Pattern
@@ -111,6 +112,9 @@ class Variant:
 
 PLAIN = Variant("plain")
 SPANS = Variant("span", gemm={"spans": True})
+COLUMNS = Variant("columns", gemm={"by_columns": True})
+ONE_SHOT_ROWS = 256
+"""The most rows of all-reduces with shards of columns, and of one-shot ones."""
 STORES = (
     *(Variant(f"{rate} GB/s", call={"gb_per_s": float(rate)}) for rate in (340, 374, 390, 0)),
     *(Variant(f"lead {lead}", gemm={"lead": lead}) for lead in (0, 8)),
@@ -139,10 +143,13 @@ def rows(tokens: Sequence[int], only: Sequence[str]) -> Iterator[Row]:
                         yield row
 
 
-def kernels(row: Row, ranks: int, sends: bool) -> dict[str, tuple[KernelTraits, Variant]]:
-    """Those that executables have, and the same without spanning; 64x128 with clusters of 1x2 only for 64 rows."""
+def kernels(row: Row, ranks: int, sends: bool, names: Sequence[str]) -> dict[str, tuple[KernelTraits, Variant]]:
+    """Those that executables have, and the same without spanning; 64x128 with clusters of 1x2 only for 64 rows.
+
+    Of these, those whose names have one of the parts.
+    """
     found = {}
-    for config in dict.fromkeys((*CONFIGS[row.pattern], *SPANNING)):
+    for config in dict.fromkeys((*CONFIGS[row.pattern], *SPANNING, *(SPLIT if row.pattern == "ag+gemm" else ()))):
         traits = traits_of(config, row.pattern)
         spans = may_span(traits, ranks, row.m // ranks)
         traits = replace(traits, sends=sends and traits.sends)
@@ -150,7 +157,12 @@ def kernels(row: Row, ranks: int, sends: bool) -> dict[str, tuple[KernelTraits, 
             found[label(traits)] = traits, PLAIN
         if spans:
             found[f"{label(traits)}_span"] = traits, SPANS
-    return found
+        if row.pattern == "gemm+ar" and row.m <= ONE_SHOT_ROWS:
+            found[f"{label(traits)}_columns"] = traits, COLUMNS
+            if config in ONE_SHOT:
+                one = traits_of(config, row.pattern, one_shot=True)
+                found[f"{label(one)}_one"] = one, PLAIN
+    return {label: kernel for label, kernel in found.items() if any(part in label for part in names)}
 
 
 def label(traits: KernelTraits) -> str:
@@ -159,11 +171,11 @@ def label(traits: KernelTraits) -> str:
     return f"{config}_s{traits.stages}_b{traits.epilogue_stages}"
 
 
-def every_kernel(measured: Sequence[Row], gpus: int, variants: bool) -> list[KernelTraits]:
+def every_kernel(measured: Sequence[Row], gpus: int, variants: bool, names: Sequence[str]) -> list[KernelTraits]:
     """All kernels that may be launched."""
     found: dict[KernelTraits, None] = {}
     for row in measured:
-        for traits, _ in kernels(row, TP if gpus == 1 else gpus, gpus > 1).values():
+        for traits, _ in kernels(row, TP if gpus == 1 else gpus, gpus > 1, names).values():
             found[traits] = None
             for variant in VARIANTS[row.pattern] if variants else ():
                 if variant.fits(traits):
@@ -176,6 +188,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--m", type=int, nargs="+", default=[2048, 8192], help="rows of A, of all ranks")
     parser.add_argument("--only", nargs="*", default=[], help="layers or patterns, such as '8b qkv' or ag+gemm")
+    parser.add_argument("--kernels", nargs="*", default=[""], help="parts of names: only kernels that have one of them")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--variants", action="store_true", help="also measure variants of each row's fastest kernel")
     parser.add_argument("--tiny", action="store_true", help="also measure the smallest replays, with one GPU")
@@ -185,7 +198,7 @@ def main() -> None:
     args = parser.parse_args()
     began = time.monotonic()
     measured = list(rows(args.m, args.only))
-    sources = [traits.source() for traits in every_kernel(measured, args.gpus, args.variants)]
+    sources = [traits.source() for traits in every_kernel(measured, args.gpus, args.variants, args.kernels)]
     if args.tiny:
         sources += [traits.source() for row in TINY for traits in tiny_kernels(row).values()]
     build(list(dict.fromkeys(sources)), jobs=os.cpu_count())
@@ -197,7 +210,8 @@ def main() -> None:
         if time.monotonic() - began > args.limit:
             print(f"no time for {row.layer} {row.pattern} {row.m}", flush=True)
             continue
-        us = tiny(row, args.rounds) if row in TINY else measure(row, args.gpus, args.rounds, args.variants)
+        options = args.rounds, args.variants, args.kernels
+        us = tiny(row, args.rounds) if row in TINY else measure(row, args.gpus, *options)
         found.append({**row._asdict(), "link_us": row.link_us(TP if args.gpus == 1 else args.gpus), "us": us})
         print(f"{row.layer} {row.pattern} {row.m}x{row.n}x{row.k}:", *(f"{x} {y};" for x, y in us.items()), flush=True)
         gc.collect()
@@ -206,10 +220,10 @@ def main() -> None:
             args.json.write_text(json.dumps({"benchmark": "per_tile", **about, "rows": found}, indent=1) + "\n")
 
 
-def measure(row: Row, gpus: int, rounds: int, variants: bool) -> dict[str, float]:
+def measure(row: Row, gpus: int, rounds: int, variants: bool, names: Sequence[str]) -> dict[str, float]:
     """The time of each kernel, us, and that of each variant of the fastest one."""
     there = _OneGpu(row) if gpus == 1 else _Gpus(row, gpus)
-    pairs = kernels(row, there.ranks, gpus > 1)
+    pairs = kernels(row, there.ranks, gpus > 1, names)
     found = there.time(pairs, rounds)
     if variants:
         best, plain = pairs[min(pairs, key=lambda name: found[name])]
@@ -230,7 +244,11 @@ class _Place:
     def gemm(self, traits: KernelTraits, variant: Variant) -> RankGemm:
         row = self.row
         gemm = RankGemm(variant.of(traits), tuple(range(1, self.ranks)), row.m // self.ranks, row.n, row.k)
-        changes = {**variant.gemm, "m": row.m} if "spans" in variant.gemm else dict(variant.gemm)
+        changes = dict(variant.gemm)
+        if gemm.traits.one_shot or changes.keys() & {"spans", "by_columns"}:
+            changes["m"] = row.m
+        if "by_columns" in changes:
+            changes["n"] = row.n // self.ranks
         if "lead" in changes:
             changes["lead"] = min(changes["lead"], gemm.order.units)
         return RankGemm(**{each.name: getattr(gemm, each.name) for each in fields(gemm)} | changes)
@@ -257,6 +275,7 @@ class _OneGpu(_Place):
         own[Control.begun.offset : CONTROL_BYTES].view(torch.int64).fill_(EPOCH)
         own[layout.slots_at :].view(torch.bfloat16).normal_()  # with zeros, a GPU draws less power and runs faster
         own[layout.flags_at : layout.flags_at + 2 * gemm.flags * 8].view(torch.int64).fill_(EPOCH)
+        own[layout.packets_at :].view(torch.int64).fill_(EPOCH << 32)
         space = Space([x.data_ptr() for x in memory], 0, *sizes)
         (rows_of_a, _), _, (rows_of_d, _) = row.shapes(self.ranks)
         shard, result = self.a[:rows_of_a], self.d[:rows_of_d]

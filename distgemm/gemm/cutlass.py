@@ -393,6 +393,8 @@ class CutlassProvider:
         if spec.block_rows_a and dtype not in FP8:
             return Status(f"A and B are of {' or '.join(FP8)} if blocks have scales, not {dtype}")
         if config is not None:
+            if config.split > 1:
+                return Status(f"only per-tile kernels split k among thread blocks, got {config}")
             return self._fits(spec, config)
         # The plain kernel supports all that other kernels support, but for the number of batches.
         status = self._fits(spec, _plain(dtype))

@@ -235,7 +235,7 @@ MAX_TEXT = 100
 """Characters of the longest text of a configuration."""
 
 _CONFIG = re.compile(
-    r"(\d+)x(\d+)x(\d+)_(\d+)x(\d+)_(cooperative|pingpong|plain)(_direct)?(?:_raster_(m|n))?(?:_swizzle_(\d+))?(?:_share_(\d+))?"
+    r"(\d+)x(\d+)x(\d+)_(\d+)x(\d+)_(cooperative|pingpong|plain)(_direct)?(?:_raster_(m|n))?(?:_swizzle_(\d+))?(?:_share_(\d+))?(?:_split_(\d+))?"
 )
 
 
@@ -244,7 +244,7 @@ class GemmConfig:
     """How a CUTLASS kernel computes a GEMM.
 
     Its text is like ``128x256x64_1x2_cooperative``, followed by ``_direct``, ``_raster_m`` (or n), ``_swizzle_4`` and
-    ``_share_2`` if these differ from the defaults.
+    ``_share_2`` or ``_split_4`` if these differ from the defaults.
 
     Attributes:
         tile: elements (m, n, k) that a thread block computes at a time.
@@ -254,6 +254,8 @@ class GemmConfig:
         raster: the order of tiles.
         swizzle: tiles are computed in stripes of up to so many, a power of two.
         share: the kernel occupies one of so many SMs and leaves the others to kernels beside it.
+        split: so many thread blocks of a cluster split k: each multiplies all tiles of the cluster, and the first ones
+            finish one each; 1: each thread block has a tile. Only per-tile kernels with pingpong tiles split k.
 
     A "plain" kernel has cluster (1, 1), epilogue "direct", raster "heuristic", swizzle 1 and share 1.
 
@@ -268,6 +270,7 @@ class GemmConfig:
     raster: Raster = "heuristic"
     swizzle: int = 1
     share: int = 1
+    split: int = 1
 
     def __post_init__(self) -> None:
         for name, extents, count in (("tile", self.tile, 3), ("cluster", self.cluster, 2)):
@@ -286,6 +289,13 @@ class GemmConfig:
             raise ValueError(f"share is one of {SHARES}, got {self.share!r}")
         if any(x & (x - 1) for x in self.cluster) or self.cluster[0] * self.cluster[1] > 8:
             raise ValueError(f"a cluster has 1, 2, 4 or 8 thread blocks along m and n, 8 at most, got {self.cluster}")
+        if self.split not in (1, 2, 4, 8) or (
+            self.split > 1 and (self.kernel_schedule != "pingpong" or self.cluster[0] * self.cluster[1] > self.split)
+        ):
+            raise ValueError(
+                "split is 1; or 2, 4 or 8 for a pingpong kernel whose clusters have at most so many tiles, got "
+                f"{self.split!r}, {self.kernel_schedule} and clusters of {self.cluster[0]}x{self.cluster[1]}"
+            )
         if self.kernel_schedule == "plain" and (self.cluster, self.epilogue, self.raster, self.swizzle, self.share) != (
             (1, 1),
             "direct",
@@ -302,7 +312,8 @@ class GemmConfig:
         text += "_direct" if self.epilogue == "direct" and self.kernel_schedule != "plain" else ""
         text += "" if self.raster == "heuristic" else f"_raster_{self.raster}"
         text += "" if self.swizzle == 1 else f"_swizzle_{self.swizzle}"
-        return text + ("" if self.share == 1 else f"_share_{self.share}")
+        text += "" if self.share == 1 else f"_share_{self.share}"
+        return text + ("" if self.split == 1 else f"_split_{self.split}")
 
     @classmethod
     def parse(cls, text: str) -> GemmConfig:
@@ -315,7 +326,7 @@ class GemmConfig:
         if not found:
             raise wrong("a configuration", "written like 128x256x64_1x2_cooperative_swizzle_4", text)
         parts: tuple[Any, ...] = found.groups()
-        m, n, k, cm, cn, kernel_schedule, direct, raster, swizzle, share = parts
+        m, n, k, cm, cn, kernel_schedule, direct, raster, swizzle, share, split = parts
         return cls(
             tile=(int(m), int(n), int(k)),
             cluster=(int(cm), int(cn)),
@@ -324,4 +335,5 @@ class GemmConfig:
             raster=raster or "heuristic",
             swizzle=int(swizzle or 1),
             share=int(share or 1),
+            split=int(split or 1),
         )

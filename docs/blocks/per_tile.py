@@ -114,3 +114,19 @@ def per_tile_few(file: str) -> str:
             ]
         )
     return rows_of("layer, rows | pattern | shards end tiles | tiles span shards | kernel | cuBLAS alone", rows)
+
+
+@table
+def per_tile_split(file: str) -> str:
+    """The fastest kernel of few rows without split k, and that with it, us."""
+    rows = []
+    for row in read(file)["rows"]:
+        us = row["us"]
+        cells = [f"{row['layer'].replace('b ', 'B ')}, {row['m']}", f"`{row['pattern']}`"]
+        for splits in (False, True):
+            best = min((name for name in us if name != "cublas" and ("split" in name) == splits), key=us.__getitem__)
+            kernel = best.replace("_pp", "").replace("_split", "").split("_s")[0]
+            cells += [f"{us[best]:.1f}", kernel.replace("_", " ")]
+        rows.append([*cells, f"{us['cublas']:.1f}"])
+    head = "layer, rows | pattern | without | kernel | with split k | kernel, thread blocks | cuBLAS alone"
+    return rows_of(head, rows)

@@ -35,6 +35,8 @@ KINDS_OF = {
     "gemm+ar": KINDS,
     "gemm+a2a": [kind for kind in GATHERS if kind[0][1] % 64 == 0],
 }
+SPLIT = [((64, 64), (1, 1), True, 4), ((64, 64), (1, 2), True, 4), ((64, 64), (2, 2), True, 4)]
+"""Kinds of "ag+gemm" whose thread blocks split k, and how many do."""
 CASES = [(pattern, kind) for pattern, kinds in KINDS_OF.items() for kind in kinds]
 Calls = list[dict[str, Any]]
 
@@ -53,7 +55,16 @@ def drawn(there: LocalRanks, seed: int) -> Calls:
     return found
 
 
-def check(there: LocalRanks, calls: Calls) -> None:
+def whole_numbers(there: LocalRanks, seed: int) -> Calls:
+    """As ``drawn``, with sums that are exact."""
+    calls = drawn(there, seed)
+    for call in calls:
+        for name in "ab":
+            call[name].random_(-1, 2)
+    return calls
+
+
+def check(there: LocalRanks, calls: Calls, exact: bool = False) -> None:
     """Compare each D with products in float64."""
     pattern = there.gemm.traits.pattern
     on_first = [{name: x.cuda(0) if isinstance(x, torch.Tensor) else x for name, x in call.items()} for call in calls]
@@ -73,6 +84,8 @@ def check(there: LocalRanks, calls: Calls) -> None:
         wanted = call.get("alpha", 1.0) * product
         if "bias" in call:
             wanted = wanted + call["bias"].double() + call["beta"] * call["c"].double()
+        if exact:
+            assert torch.equal(call["d"], wanted.bfloat16())
         torch.testing.assert_close(call["d"].double(), wanted, rtol=0.02, atol=0.02 * wanted.abs().max().item())
 
 
@@ -89,8 +102,12 @@ def replay_in_turn(there: LocalRanks, prepared: list[Any]) -> None:
     torch.cuda.synchronize()
 
 
-def traits(pattern: Any, tile: tuple[int, int], cluster: tuple[int, int], pingpong: bool, **more: Any) -> KernelTraits:
-    return KernelTraits(pattern, tile, cluster, pingpong, sends=pattern in GATHERING, **more)
+def traits(
+    pattern: Any, tile: tuple[int, int], cluster: tuple[int, int], pingpong: bool, split: int = 1, **more: Any
+) -> KernelTraits:
+    if split > 1:
+        more["epilogue_stages"] = 1  # as executables have them
+    return KernelTraits(pattern, tile, cluster, pingpong, sends=pattern in GATHERING, split=split, **more)
 
 
 def distances(ranks: int) -> tuple[int, ...]:
@@ -128,6 +145,47 @@ def test_odd_shapes(pattern: str, ranks: int) -> None:
         calls = drawn(there, seed)
         there.run(there.launches(calls), [100_000 * (rank * 7 % 5) for rank in range(ranks)])
         check(there, calls)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(200, 328, 648), (1160, 1544, 328), (1, 136, 200)])
+@pytest.mark.parametrize("kind", SPLIT, ids=str)
+@pytest.mark.parametrize("b_major", ["k", "n"])
+@pytest.mark.parametrize("ranks", [2, 5, 8])
+def test_blocks_that_split_k(ranks: int, b_major: str, kind: tuple, m: int, n: int, k: int) -> None:
+    """Exact sums with late ranks, of whole tiles and others, one or many of a cluster; and equal bits of any sums."""
+    there = LocalRanks(RankGemm(traits("ag+gemm", *kind, b_major=b_major), distances(ranks), m, n, k))
+    for seed in range(2):
+        calls = whole_numbers(there, seed)
+        there.run(there.launches(calls), [100_000 * (rank * 7 % 5) for rank in range(ranks)])
+        check(there, calls, exact=True)
+    found = []
+    for _ in range(2):
+        calls = drawn(there, 0)
+        there.run(there.launches(calls))
+        check(there, calls)
+        found.append([call["d"] for call in calls])
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("epoch", [1, EPOCHS - 50])
+@pytest.mark.parametrize("kind", SPLIT, ids=str)
+def test_many_replays_where_blocks_split_k(kind: tuple, epoch: int) -> None:
+    """They alternate on one workspace with kernels that do not, while ranks run ahead of each other."""
+    every = [
+        spanning("ag+gemm", kind, 4, 40),
+        RankGemm(traits("ag+gemm", *kind), distances(4), 600, 1544, 264),
+        RankGemm(traits("gemm+rs", *KINDS[1]), distances(4), 64, 384, 128),
+    ]
+    there, several, prepared = LocalRanks(every[0], epoch=epoch, others=every[1:]), [], []
+    for seed, gemm in enumerate(every):
+        there.gemm = gemm
+        several.append(whole_numbers(there, seed))
+        prepared.append(there.launches(several[-1], gemm))
+    torch.cuda.synchronize()
+    replay_in_turn(there, prepared)
+    for gemm, calls in zip(every, several, strict=True):
+        there.gemm = gemm
+        check(there, calls, exact=True)
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(384, 512, 320), (200, 328, 136), (1, 136, 64), (72, 8, 1032)])
@@ -182,8 +240,11 @@ def test_terms(pattern: str, kind: tuple) -> None:
     check(there, calls)
 
 
-@pytest.mark.parametrize("kind", GATHERS, ids=str)
-@pytest.mark.parametrize("pattern", ["ag+gemm", "a2a+gemm"])
+@pytest.mark.parametrize(
+    ("pattern", "kind"),
+    [*((pattern, kind) for pattern in GATHERING for kind in GATHERS), *(("ag+gemm", kind) for kind in SPLIT)],
+    ids=str,
+)
 def test_all_of_a_is_handed_out(kind: tuple, pattern: str) -> None:
     """Each row of A that is multiplied once, to a tensor whose rows are apart; what lies between them stays."""
     gemm = RankGemm(traits(pattern, *kind), distances(3), 200, 392, 328)
@@ -238,7 +299,12 @@ SPANNED_ROWS = [("ag+gemm", rows) for rows in (1, 33, 63, 128, 250)] + [("gemm+r
 
 @pytest.mark.parametrize(
     ("pattern", "rows", "kind"),
-    [(*case, kind) for case in SPANNED_ROWS for kind in SPANNING if case[1] < kind[0][0] * kind[1][0]],
+    [
+        (*case, kind)
+        for case in SPANNED_ROWS
+        for kind in (*SPANNING, *(SPLIT if case[0] == "ag+gemm" else ()))
+        if case[1] < kind[0][0] * kind[1][0]
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -268,7 +334,9 @@ def test_majors_of_spanned_shards(pattern: str, a_major: str, b_major: str, kind
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows"), [*((kind, rows) for kind in SPANNING[:5] for rows in (20, 63)), (SPANNING[4], 128)], ids=str
+    ("kind", "rows"),
+    [*((kind, rows) for kind in (*SPANNING[:5], *SPLIT) for rows in (20, 63)), (SPANNING[4], 128), (SPLIT[2], 100)],
+    ids=str,
 )
 def test_all_of_spanned_shards_is_handed_out(kind: tuple, rows: int) -> None:
     gemm = spanning("ag+gemm", kind, 3, rows)
@@ -315,9 +383,13 @@ def test_many_replays_of_spanned_shards_and_others(epoch: int) -> None:
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize(("pattern", "rows"), [("ag+gemm", 40), ("gemm+rs", 48)])
-def test_spanned_shards_on_two_gpus(pattern: str, rows: int) -> None:
-    there = LocalRanks(spanning(pattern, SPANNING[0], 2, rows, 512), gpus=2)
+@pytest.mark.parametrize(
+    ("pattern", "rows", "kind"),
+    [("ag+gemm", 40, SPANNING[0]), ("gemm+rs", 48, SPANNING[0]), *(("ag+gemm", 40, kind) for kind in SPLIT[1:])],
+    ids=str,
+)
+def test_spanned_shards_on_two_gpus(pattern: str, rows: int, kind: tuple) -> None:
+    there = LocalRanks(spanning(pattern, kind, 2, rows, 512), gpus=2)
     for seed in range(10):
         calls = drawn(there, seed)
         there.run(there.launches(calls, gb_per_s=300.0), [100_000 * (seed % 3), 100_000 * (seed % 2)])

@@ -233,6 +233,7 @@ def test_gemms_that_no_kernel_computes(product: GemmSpec, reason: str) -> None:
             config("128x128x64_1x1_cooperative"),
             "kernels that take scales of blocks are 128 deep, got 64",
         ),
+        ("90a", spec(), config("64x64x64_1x1_pingpong_split_4"), "only per-tile kernels split k among thread blocks"),
         ("90a", spec(), config("128x128x24_1x1_cooperative"), "depths of tiles are multiples of 32 bytes, got 24"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -49,6 +49,10 @@ def test_a_configuration_has_one_text() -> None:
             "128x128x64_1x1_pingpong_raster_n_share_2",
             GemmConfig((128,) * 2 + (64,), (1, 1), "pingpong", "tma", "n", 1, 2),
         ),
+        (
+            "64x64x64_2x2_pingpong_swizzle_2_split_4",
+            GemmConfig((64,) * 3, (2, 2), "pingpong", swizzle=2, split=4),
+        ),
     ],
 )
 def test_names(name: str, config: GemmConfig) -> None:
@@ -91,6 +95,9 @@ def test_other_texts_are_refused(text: str) -> None:
         ({"raster": "k"}, "raster is one of heuristic, m, n, got 'k'"),
         ({"swizzle": 3}, "swizzle is 1, 2, 4 or 8, got 3"),
         ({"share": 3}, r"share is one of \(1, 2\), got 3"),
+        ({"split": 3, "kernel_schedule": "pingpong"}, "split is 1; or 2, 4 or 8 .* got 3"),
+        ({"split": 2}, "split is 1; .* got 2, cooperative"),
+        ({"split": 2, "kernel_schedule": "pingpong", "cluster": (2, 2)}, "at most so many tiles, got 2, .* of 2x2"),
         ({"kernel_schedule": "plain"}, "a plain kernel has .* epilogue 'direct'"),
         ({"kernel_schedule": "plain", "epilogue": "direct", "cluster": (2, 1)}, "a plain kernel has cluster"),
         ({"kernel_schedule": "plain", "epilogue": "direct", "raster": "m"}, "a plain kernel has"),

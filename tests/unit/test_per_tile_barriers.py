@@ -31,6 +31,9 @@ class Kernel:
     Attributes:
         lent: sets of barriers for subtiles in the last stage of operands, which is free when they are stored; 0: all
             subtiles take epilogue stages.
+        split: thread blocks that split k, and pass sums to those that finish tiles; 1: each block has a tile.
+        mutant: what these do wrong. "at once": they send sums before those that they sent for the tile before have been
+            added. "early turn": a warp group multiplies before the other one has waited for that.
     """
 
     cluster: tuple[int, int]
@@ -40,10 +43,16 @@ class Kernel:
     pingpong: bool
     depth: int = 1
     lent: int = 0
+    split: int = 1
+    mutant: str = ""
+
+    @property
+    def tiles(self) -> int:
+        return self.cluster[0] * self.cluster[1]
 
     @property
     def blocks(self) -> int:
-        return self.cluster[0] * self.cluster[1]
+        return max(self.tiles, self.split)
 
     @property
     def parts(self) -> int:
@@ -52,11 +61,14 @@ class Kernel:
     @property
     def behind(self) -> int:
         """As ``kBehind`` of per_tile.cu has it."""
-        steps = 2 if min(self.cluster) > 1 else 1
-        return steps * self.stages + (2 if self.pingpong else 1) * (1 + self.epilogue_stages // self.subtiles)
+        steps = 2 if min(self.cluster) > 1 and self.split == 1 else 1
+        ahead = 2 if self.split > 1 and self.tiles > 1 else 0
+        return steps * self.stages + (2 if self.pingpong else 1) * (1 + self.epilogue_stages // self.subtiles) + ahead
 
     def sharing(self, block: int) -> list[int]:
         """Blocks that load into the same stages as a block."""
+        if self.split > 1:
+            return [block]
         high = self.cluster[0]
         return [x for x in range(self.blocks) if x % high == block % high or x // high == block // high]
 
@@ -77,7 +89,8 @@ class Cluster:
         self.arrived = defaultdict[tuple[Any, ...], set[Any]](set)
         self.processes: list[Iterator[Wait]] = []
         for block in range(kernel.blocks):
-            self.processes += [self.load(block), self.store(block), self.multiply(block, 0), self.multiply(block, 1)]
+            self.processes += [self.load(block), self.multiply(block, 0), self.multiply(block, 1)]
+            self.processes += [self.store(block)] if block < kernel.tiles else []
 
     def arrive(self, barrier: tuple[Any, ...], who: Any, expected: int = 1) -> None:
         if who in self.arrived[barrier]:
@@ -120,13 +133,26 @@ class Cluster:
                 yield Wait(("full", block, use % kernel.stages), use // kernel.stages)
                 if use > first:
                     self.release(block, (use - 1) % kernel.stages, group)
-            if kernel.pingpong:
+            early = kernel.split == 1 or kernel.mutant == "early turn"
+            if kernel.pingpong and early:
                 self.arrive(("turn", block), group)
             if kernel.lent:
                 self.arrive(("both", block), group, GROUPS)
                 yield Wait(("both", block), tile)
             else:
                 self.release(block, use % kernel.stages, group)
+            if kernel.split > 1:
+                if kernel.mutant != "at once":
+                    yield Wait(("taken", block), tile - 1)
+                if not early:
+                    self.arrive(("turn", block), group)
+                for other in range(kernel.tiles):
+                    self.arrive(("summed", other), block, kernel.blocks)
+                if block >= kernel.tiles:
+                    continue
+                yield Wait(("summed", block), tile)
+                for other in range(kernel.blocks):
+                    self.arrive(("taken", other), block, kernel.tiles)
             for subtile in range(kernel.subtiles):
                 if kernel.lent and subtile >= kernel.epilogue_stages:
                     self.arrive(("lent", block, group, subtile, tile % kernel.lent), group)
@@ -136,6 +162,8 @@ class Cluster:
                 self.arrive(("written", *stage), group)
                 uses += 1
         yield Wait(None, TILES)
+        if kernel.split > 1 and group != TILES % GROUPS:
+            yield Wait(("taken", block), TILES - 1)
 
     def store(self, block: int) -> Iterator[Wait]:
         kernel, uses = self.kernel, [0] * GROUPS
@@ -170,6 +198,8 @@ class Cluster:
         ahead = self.completed[wait.barrier] - 1 - wait.phase
         if ahead > 0:
             raise BarrierError(f"phase {wait.phase} of {wait.barrier} has passed, and {ahead} behind it")
+        if ahead < -1:  # a parity is that of the phase two before, which has passed
+            raise BarrierError(f"phase {wait.phase} of {wait.barrier} is waited for before the one before has passed")
         return ahead == 0
 
     def run(self, held: int, at: int) -> bool:
@@ -199,7 +229,10 @@ class Cluster:
 def behind(kernel: Kernel) -> int:
     """By how many tickets a process is behind the last one, at most."""
     found = 0
-    for held in {*range(4), *range(4 * kernel.blocks - 4, 4 * kernel.blocks)}:  # of the first block and the last one
+    processes = len(Cluster(kernel).processes)
+    last = 4 * kernel.tiles
+    # Of the first block, the last one that finishes a tile, and the last one.
+    for held in {*range(4), *range(last - 4, last), *range(processes - 3, processes)}:
         for at in itertools.count():
             cluster = Cluster(kernel)
             goes_on = cluster.run(held, at)
@@ -236,6 +269,18 @@ def test_one_shot_kernels_are_less_far_apart(kernel: Kernel) -> None:
 @pytest.mark.parametrize("kernel", [Kernel((2, 1), 5, 4, 4, pingpong=True), Kernel((2, 1), 4, 1, 4, pingpong=False)])
 def test_tiles_of_more_stages_are_less_far_apart(kernel: Kernel) -> None:
     assert behind(replace(kernel, depth=2)) < kernel.behind
+
+
+@pytest.mark.parametrize(("cluster", "split"), [((1, 1), 2), ((1, 1), 4), ((2, 1), 2), ((1, 2), 4), ((2, 2), 8)])
+def test_blocks_that_divide_k_wait_for_each_other(cluster: tuple[int, int], split: int) -> None:
+    """Otherwise a block sends the sums of a tile before those of the tile before."""
+    kernel = Kernel(cluster, 4, 2, 2, pingpong=True, split=split)
+    assert behind(kernel) == kernel.behind
+    assert behind(replace(kernel, depth=2)) < kernel.behind
+    with pytest.raises(BarrierError, match=r"arrives twice in a phase of \('summed'"):
+        behind(replace(kernel, mutant="at once"))
+    with pytest.raises(BarrierError, match=r"of \('taken', \d\) is waited for before the one before has passed"):
+        behind(replace(kernel, mutant="early turn"))
 
 
 def test_borrowed_stages_need_two_sets_of_barriers() -> None:

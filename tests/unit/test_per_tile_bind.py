@@ -14,6 +14,7 @@ from distgemm.gemm.per_tile.order import TileOrder
 from distgemm.gemm.per_tile.params import CONTROL_BYTES, Control, Order, Params
 
 GATHER = KernelTraits("ag+gemm", (128, 256), (2, 1), sends=True, epilogue_stages=1)
+SPLIT = KernelTraits("ag+gemm", (64, 64), (2, 2), True, sends=True, epilogue_stages=1, split=4)
 REDUCE = KernelTraits("gemm+rs", (128, 128), (2, 1), pingpong=True, epilogue_stages=4)
 
 
@@ -37,6 +38,40 @@ REDUCE = KernelTraits("gemm+rs", (128, 128), (2, 1), pingpong=True, epilogue_sta
 def test_other_kernels_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         replace(GATHER, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"pingpong": False, "tile": (128, 64)}, "2, 4 or 8 for a pingpong kernel .*, got 4, cooperative"),
+        ({"pattern": "a2a+gemm"}, 'only kernels for "ag.gemm" split k: .*; got per_tile a2a'),
+        ({"split": 2}, "clusters have at most so many tiles, got 2, pingpong and clusters of 2x2"),
+        ({"cluster": (2, 1), "tile": (128, 128)}, "at most 24576 elements with one of them again, got per_tile ag"),
+        ({"tile": (64, 128), "cluster": (1, 1), "split": 8}, "-3 stages, and 3 are needed"),
+    ],
+)
+def test_ways_to_divide_k_that_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        replace(SPLIT, **changes)
+
+
+def test_each_block_that_splits_k_has_some() -> None:
+    with pytest.raises(ValueError, match=r"each of the 4 thread blocks that split k has 64 columns .*, got k=192"):
+        RankGemm(SPLIT, (1,), 64, 128, 192)
+    assert RankGemm(SPLIT, (1,), 64, 128, 200).order.clusters == 2
+
+
+def test_blocks_that_divide_k_multiply_all_tiles_of_a_cluster() -> None:
+    assert (SPLIT.tiles, SPLIT.blocks, SPLIT.block_tile, SPLIT.loaded_columns) == (4, 4, (128, 128), 128)
+    one = (128 + 128) * 128
+    others = 4 * 64 * 64 * 4 + (2 + 2) * 8192 + 2048  # sums, subtiles, what is sent, and the rest
+    assert SPLIT.stages == 4 and 4 * one + others <= 227 << 10 < 5 * one + others
+    assert [replace(SPLIT, cluster=(1, 1), split=split).clusters_on(132) for split in (2, 4, 8)] == [66, 32, 16]
+    gemm = RankGemm(SPLIT, (1, 2, 3), 300, 500, 640)
+    assert (gemm.order.blocks, gemm.order.columns, gemm.parts, gemm.loaded_rows) == (3, 4, 6 * 8, (128, 128))
+    lone = replace(SPLIT, cluster=(1, 1))
+    assert (lone.tiles, lone.blocks, lone.block_tile, lone.stages) == (1, 4, (64, 64), 8)
+    assert RankGemm(lone, (1, 2, 3), 300, 500, 640).loaded_rows == (64, 64)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +158,8 @@ def test_the_struct_of_an_order() -> None:
         replace(REDUCE, tile=(128, 224), pingpong=False, epilogue_stages=1),
         replace(REDUCE, pattern="gemm+a2a", epilogue_stages=3, b_major="n"),
         replace(GATHER, pattern="a2a+gemm"),
+        SPLIT,
+        replace(SPLIT, cluster=(1, 2), b_major="n"),
     ],
     ids=lambda traits: traits.name,
 )

@@ -275,7 +275,11 @@ def test_one_shot_all_reduces(b_major: Any, distances: tuple[int, ...], monkeypa
         assert torch.equal(given["d"], d)
 
 
-@pytest.mark.parametrize("tile", [(64, 128), (128, 128)], ids=str)
+@pytest.mark.parametrize(
+    ("tile", "cluster", "split"),
+    [((64, 128), (1, 2), 1), ((128, 128), (1, 2), 1), ((64, 64), (2, 2), 4), ((64, 64), (1, 1), 2)],
+    ids=str,
+)
 @pytest.mark.parametrize(("a_major", "b_major"), [("k", "k"), ("k", "n"), ("m", "k")])
 @pytest.mark.parametrize("distances", [(1,), (2, 3, 1)], ids=str)
 @pytest.mark.parametrize(
@@ -285,6 +289,8 @@ def test_tiles_that_span_shards(
     pattern: Pattern,
     m: int,
     tile: tuple[int, int],
+    cluster: tuple[int, int],
+    split: int,
     a_major: Any,
     b_major: Any,
     distances: tuple[int, ...],
@@ -293,8 +299,10 @@ def test_tiles_that_span_shards(
     sends = pattern in GATHERING
     if sends and a_major == "m":
         pytest.skip("a gather sends rows")
+    if split > 1 and not sends:
+        pytest.skip("only gathers split k")
     monkeypatch.setattr(structs, "libcuda", Driver)
-    traits = KernelTraits(pattern, tile, (1, 2), True, a_major=a_major, b_major=b_major, sends=sends)
+    traits = KernelTraits(pattern, tile, cluster, True, a_major=a_major, b_major=b_major, sends=sends, split=split)
     gemm = RankGemm(traits, distances, m * (len(distances) + 1), N, K, spans=True)
     tensors, wanted = drawn(pattern, gemm.ranks, m=m)
     for given in tensors:

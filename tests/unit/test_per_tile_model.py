@@ -80,6 +80,29 @@ def test_tiles_that_span_shards_read_b_once(pattern: Pattern, sent: int, ranks: 
     assert few < (1 / ranks + 0.12) * whole
 
 
+@pytest.mark.parametrize(
+    ("config", "block_tile", "tiles"),
+    [("64x64x64_1x1_pingpong_split_4", (64, 64), 1), ("64x64x64_2x2_pingpong_split_4", (128, 128), 4)],
+)
+def test_blocks_that_split_k_multiply_a_part_of_it(config: str, block_tile: tuple[int, int], tiles: int) -> None:
+    """One cluster of tiles: a quarter of the stages, rounded up, and four sums of a tile."""
+    costs, k = Costs(UNLIMITED, exchange=3.0, split_share=0.5), 64 * 401
+    one = RankGemm(traits_of(config, "ag+gemm"), (), *block_tile, k)
+    assert one.order.clusters == 1 and one.parts == tiles
+    multiply = 2 * block_tile[0] * block_tile[1] * 64 * 101 / (930e6 / 132 * TILES[block_tile].peak * 0.5)
+    others = 4 * 2 * 3.0 + TILES[block_tile].overhead + costs.write_subtile
+    assert predict_per_tile(one, costs).time == pytest.approx(costs.start + multiply + others + costs.stored)
+
+
+def test_k_is_split_where_tiles_leave_sms_idle() -> None:
+    plain, split = "64x64x64_1x2_pingpong", "64x64x64_1x1_pingpong_split_4"
+    for n, faster in ((768, True), (64 * 132, False)):
+        times = [
+            predict_per_tile(gemm("ag+gemm", 1, 64, n, 4096, kernel), Costs(MACHINE)).time for kernel in (plain, split)
+        ]
+        assert (times[1] < times[0]) == faster
+
+
 def test_pieces_of_a_batch_arrive_together() -> None:
     """Where the other shard is one batch, its tiles are multiplied behind all of it; else while the rest arrives."""
     costs = Costs(UNLIMITED)

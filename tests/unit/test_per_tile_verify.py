@@ -69,7 +69,10 @@ def gemms(draw: st.DrawFn) -> RankGemm:
     distances = tuple(draw(st.permutations(range(1, draw(st.integers(1, 5))))))
     pattern, one_shot = draw(st.sampled_from([*((pattern, False) for pattern in PATTERNS), ("gemm+ar", True)]))
     traits = replace(traits_of(pattern, draw(st.sampled_from([(1, 1), (2, 1), (1, 2)]))), one_shot=one_shot)
-    m, n, k = (draw(st.integers(1, 900)) for _ in range(3))
+    if pattern == "ag+gemm" and draw(st.booleans()):
+        cluster = draw(st.sampled_from([(1, 1), (1, 2), (2, 2)]))
+        traits = replace(traits, tile=(64, 64), cluster=cluster, split=4, epilogue_stages=1)
+    m, n, k = (draw(st.integers(1 if number < 2 else 200, 900)) for number in range(3))
     spans = may_span(traits, ranks := len(distances) + 1, m) and draw(st.booleans())
     return RankGemm(traits, distances, m * ranks if spans else m, n, k, group=draw(st.integers(0, 3)), spans=spans)
 

@@ -18,7 +18,7 @@ from distgemm.bench.choices import UNFUSED_PROGRAMS
 from distgemm.gemm.cublas import CublasProvider
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.per_tile.model import Costs, predict_per_tile
-from distgemm.gemm.per_tile.select import CONFIGS, ONE_SHOT, SPANNING, gemm_of
+from distgemm.gemm.per_tile.select import CONFIGS, ONE_SHOT, SPANNING, SPLIT, gemm_of
 from distgemm.measure.models import MODELS
 from distgemm.plan.patterns import does_pattern
 from distgemm.runtime.cuda.lowering import check_across
@@ -106,11 +106,11 @@ def test_all_reduces_of_few_rows_are_one_shot() -> None:
 
 
 def test_few_tokens_take_a_library() -> None:
-    """As measured on four H200s: cuBLAS and torch's symmetric memory, or NCCL for gathers."""
+    """As measured on four H200s: cuBLAS and torch's symmetric memory, or NCCL for gathers that fill all SMs."""
     for m in (4, 16, 64):
         config = predicted(GemmProblem(m, 8192, 4096), "gemm+ar", 4)
         assert config.method == "unfused" and config.collective in {"one-shot", "two-shot"}
-    assert predicted(GemmProblem(128, 14336, 4096), "ag+gemm", 4).text == UNFUSED.text
+    assert predicted(GemmProblem(128, 28672, 8192), "ag+gemm", 4).text == UNFUSED.text
 
 
 @pytest.mark.sample(2)
@@ -151,8 +151,8 @@ def test_per_tile_kernels_are_considered(pattern: Pattern) -> None:
     assert [config.execution.config for config in found] == [*CONFIGS[pattern][:-1]]
     few = candidates.predictions(GemmProblem(256, 8192, 8192), pattern, 4)
     tiles = [config.execution.config for config in few if config.execution.execution == "per_tile"]
-    spanning = SPANNING[:1] if pattern in {"ag+gemm", "gemm+rs"} else ()
-    assert tiles == [*CONFIGS[pattern], *spanning]
+    spanning = {"ag+gemm": (SPANNING[0], SPLIT[-1]), "gemm+rs": SPANNING[:1]}
+    assert tiles == [*CONFIGS[pattern], *spanning.get(pattern, ())]
     for config, time in found.items():
         gemm = gemm_of(config.plan(problem, 4), config.execution.config)
         assert time == predict_per_tile(gemm, Costs(machine)).time
@@ -181,7 +181,8 @@ def test_why_per_tile_kernels_are_not_considered(
 ) -> None:
     with caplog.at_level(logging.INFO, "distgemm"):
         found = list(candidates._per_tile(problem, "ag+gemm", 4, Machine.load(candidates.MACHINE)))
-    assert found == [] and len(caplog.records) in {1, len({*CONFIGS["ag+gemm"], *SPANNING})} and reason in caplog.text
+    every = {*CONFIGS["ag+gemm"], *SPANNING, *SPLIT}
+    assert found == [] and len(caplog.records) in {1, len(every)} and reason in caplog.text
 
 
 @pytest.mark.parametrize(("pattern", "split"), [("gemm+a2a", "n"), ("a2a+gemm", "k")])

@@ -45,6 +45,9 @@
 //   3. A warp group multiplies, adds, and writes subtiles of 8 KiB: barriers `free` and `written`.
 //   4. Warp 3 stores subtiles by TMA. Once all that it stored at a peer is there, it sets the flag of the part.
 //
+// With DG_SPLIT the blocks of a gather's cluster split k: each multiplies all tiles of the cluster, with a part of the
+// stages of k. The first blocks finish a tile each, as above, and the other ones send them their sums: barriers `summed` and `taken`.
+//
 // A flag has the epoch in which its slot was filled last. A wait ends if it is the epoch of the ticket (epochs.cuh).
 // All waits end: a tile waits only for tiles with lower tickets on other ranks, or for warps 1, which wait for no tile.
 // So it does not matter how many clusters run at a time. docs/per_tile.md lists each word that one thread writes and
@@ -98,7 +101,13 @@ constexpr bool kOneD = kPattern == DG_REDUCE_SCATTER || kFromHolders || kOneShot
 constexpr bool kMaySpan = kPattern == DG_GATHER || kPattern == DG_REDUCE_SCATTER;  // tiles may have rows of several ranks
 constexpr bool kPingpong = DG_PINGPONG;  // each warp group has tiles of its own. Otherwise both share each tile
 constexpr int kTileM = DG_TILE_M, kTileN = DG_TILE_N, kTileK = 128 / sizeof(Element);
-constexpr int kClusterM = DG_CLUSTER_M, kClusterN = DG_CLUSTER_N, kCluster = kClusterM * kClusterN;
+constexpr int kClusterM = DG_CLUSTER_M, kClusterN = DG_CLUSTER_N, kTiles = kClusterM * kClusterN;  // tiles of a cluster
+constexpr int kSplit = DG_SPLIT;  // blocks of a cluster that split k, and multiply all tiles. 1: each block has a tile
+constexpr bool kSplits = kSplit > 1;
+constexpr int kCluster = kSplits ? kSplit : kTiles;  // thread blocks
+constexpr int kSharesM = kSplits ? 1 : kClusterM, kSharesN = kSplits ? 1 : kClusterN;  // of loads of B, and of A
+constexpr int kBlockM = kTileM * kClusterM / kSharesM, kBlockN = kTileN * kClusterN / kSharesN;  // what a block multiplies
+static_assert(kTiles <= kCluster && (!kSplits || (kPingpong && kPattern == DG_GATHER)));
 constexpr int kStages = DG_STAGES;                   // of operands
 constexpr int kEpilogueStages = DG_EPILOGUE_STAGES;  // of each warp group, for subtiles that are stored
 
@@ -113,8 +122,8 @@ constexpr int kDown = kPartM / kHeight;
 constexpr int kLine = 128;  // bytes of a subtile's row
 constexpr int kSubtile = kHeight * kLine;
 // Columns of B in a stage. Where columns of B are contiguous, boxes have 64 of them.
-constexpr int kLoadedN = DG_B_K_MAJOR ? kTileN : (kTileN + kTileK - 1) / kTileK * kTileK;
-constexpr int kStageA = kTileM * kLine, kStageB = kLoadedN * kLine;
+constexpr int kLoadedN = DG_B_K_MAJOR ? kBlockN : (kBlockN + kTileK - 1) / kTileK * kTileK;
+constexpr int kStageA = kBlockM * kLine, kStageB = kLoadedN * kLine;
 
 // A part of a result is stored in subtiles. The last ones may overlap those before them: what both have is equal.
 constexpr int kColumns = kLine / sizeof(Result);  // of a subtile
@@ -148,8 +157,8 @@ constexpr int kPartBytes = (kTakes ? cute::max(kSums, kResults) : kSums) * kSubt
 
 // A piece of a shard that is sent: so many rows, and so many bytes of each.
 constexpr int kPieceRows = 32, kPieceBytes = 512, kPieceK = kPieceBytes / sizeof(Element);
-constexpr int kPiecesDown = kTileM / kPieceRows;  // of the rows of a tile
-static_assert(kTileM % kPieceRows == 0);
+constexpr int kPiecesDown = kBlockM / kPieceRows;  // of the rows of a block
+static_assert(kBlockM % kPieceRows == 0);
 constexpr int kCopyRows = 16, kCopyBytes = kCopyRows * kPieceBytes;  // what is copied at a time
 constexpr int kSliceTiles = kPieceK / kTileK;  // stages of a slice
 
@@ -158,9 +167,11 @@ constexpr bool kHandsOut = kGathers && DG_A_K_MAJOR;  // whether a call may want
 
 // A warp of the cluster may be so many tickets behind the last one. A block loads as many tiles ahead as it has stages.
 // In clusters of 2x2 the first block shares stages with its neighbours only, and these with the last block: twice that.
-// Behind the tiles that are multiplied, each warp group has one in its epilogue, and others wait in epilogue stages.
-constexpr int kSteps = kClusterM > 1 && kClusterN > 1 ? 2 : 1;
-constexpr int kBehind = kSteps * kStages + (kPingpong ? 2 : 1) * (1 + kEpilogueStages / cute::min(kResults, kSums));
+// Behind the tiles that are multiplied, each warp group has one in its epilogue, and others wait in epilogue stages. If k is
+// split, each warp group of a block is up to a tile ahead of that of another block which also finishes tiles.
+constexpr int kSteps = kSharesM > 1 && kSharesN > 1 ? 2 : 1;
+constexpr int kBehind = kSteps * kStages + (kPingpong ? 2 : 1) * (1 + kEpilogueStages / cute::min(kResults, kSums)) +
+    (kSplits && kTiles > 1 ? 2 : 0);
 constexpr int kRing = 32;
 static_assert(kBehind < kRing, "a ticket is overwritten before it is read");
 static_assert(DG_SENDS == 0 || kGathers);
@@ -227,9 +238,11 @@ struct alignas(kAlignment) Storage {
   uint8_t b[kStages][kStageB];
   uint8_t subtiles[kWarpGroups][kEpilogueStages][kSubtile];
   uint8_t copied[kCopies ? 2 : 0][kCopyBytes];
+  float sums[kSplits ? kSplit : 0][kTileM * kTileN];  // of the tile that this block finishes, from all blocks
   uint64_t full[kStages], empty[kStages];
   uint64_t written[kWarpGroups][kEpilogueStages], free[kWarpGroups][kEpilogueStages];
   uint64_t arrived[2];
+  uint64_t summed, taken;
   uint64_t ticket_arrived[kRing];
   Ticket tickets[kRing];
 };
@@ -268,12 +281,21 @@ struct Barrier {
         : "memory");
     return done;
   }
+  template <bool kOfCluster = false>  // whether to see what other blocks have stored before they arrived
   CUTE_DEVICE static void wait(uint64_t& barrier, uint32_t phase) {
-    asm volatile(
-        "{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra DONE; bra AGAIN; DONE: }" ::"r"(at(barrier)),
-        "r"(phase & 1)
-        : "memory");
+    if constexpr (kOfCluster) {
+      asm volatile(
+          "{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+          "@done bra DONE; bra AGAIN; DONE: }" ::"r"(at(barrier)),
+          "r"(phase & 1)
+          : "memory");
+    } else {
+      asm volatile(
+          "{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+          "@done bra DONE; bra AGAIN; DONE: }" ::"r"(at(barrier)),
+          "r"(phase & 1)
+          : "memory");
+    }
   }
 };
 
@@ -317,7 +339,7 @@ struct Tickets {
   }
 };
 
-// A tile of this block.
+// A tile of this block; or all that it multiplies, which is a tile unless k is split.
 struct Tile {
   uint32_t distance, row, column;  // row and column of tiles in the shard
 
@@ -335,7 +357,8 @@ class Kernel {
         block_(kCluster > 1 ? block_rank_in_cluster() : 0),
         clusters_(gridDim.x / kCluster),
         shard_depth_((params.k + kTileK - 1) / kTileK),
-        depth_(shard_depth_ * (kFromHolders ? spaces_.ranks : 1)) {}
+        first_(kSplits ? shard_depth_ * block_ / kSplit : 0),
+        depth_(kSplits ? shard_depth_ * (block_ + 1) / kSplit - first_ : shard_depth_ * (kFromHolders ? spaces_.ranks : 1)) {}
 
   CUTE_DEVICE void run() {
     uint32_t const warp = cutlass::canonical_warp_idx_sync();
@@ -368,7 +391,7 @@ class Kernel {
       if constexpr (kTakes) {
         if (warp == 1 && (kToOwners || lane() == 0)) take_results_();
       }
-      if (warp == 3 && lane() == 0) store_();
+      if (warp == 3 && lane() == 0 && finishes_()) store_();
     } else {
       cutlass::arch::warpgroup_reg_alloc<kMultiplyRegisters>();
       multiply_(warp / 4 - 1);
@@ -380,7 +403,7 @@ class Kernel {
 
  private:
   CUTE_DEVICE void initialise_() {
-    constexpr int sharing = kClusterM + kClusterN - 1;  // blocks that load into one stage
+    constexpr int sharing = kSharesM + kSharesN - 1;  // blocks that load into one stage
     for (int i = 0; i < kStages; ++i) {
       Barrier::init(storage_.full[i], 1);
       Barrier::init(storage_.empty[i], sharing * kParts * 4);
@@ -392,6 +415,8 @@ class Kernel {
       }
     }
     for (int i = 0; i < 2; ++i) Barrier::init(storage_.arrived[i], 1);
+    Barrier::init(storage_.summed, kCluster * 4);
+    Barrier::init(storage_.taken, kTiles * 4);
     for (int i = 0; i < kRing; ++i) Barrier::init(storage_.ticket_arrived[i], 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -428,6 +453,13 @@ class Kernel {
 
   CUTE_DEVICE bool exists_(Ticket const& ticket) const { return ticket.clock.ticket() < order_.clusters(); }
   CUTE_DEVICE Tile tile_(Ticket const& ticket) const { return Tile::of(ticket.cluster(), block_); }
+  // What this block multiplies: row and column count by kBlockM and kBlockN.
+  CUTE_DEVICE Tile product_(Ticket const& ticket) const {
+    if constexpr (!kSplits) return tile_(ticket);
+    TileCluster const cluster = ticket.cluster();
+    return {cluster.distance, cluster.block, cluster.column};
+  }
+  CUTE_DEVICE bool finishes_() const { return block_ < kTiles; }  // a tile
 
   // The number of a counter, which lane 0 raises by one. Nothing waits for it before its first use.
   CUTE_DEVICE static uint32_t take_(uint32_t& counter) {
@@ -512,26 +544,28 @@ class Kernel {
     Ticket ticket = next();
     for (; exists_(ticket); ticket = next(), ++number) {
       Clock const clock = ticket.clock;
-      Tile const tile = tile_(ticket);
-      int32_t const rows = params_.m - int32_t(tile.row * kTileM);  // of A, from the first one of the tile on
+      Tile const tile = product_(ticket);
+      int32_t const rows = params_.m - int32_t(tile.row * kBlockM);  // of A, from the first one of the tile on
       bool const inside = rows > 0;
       // Which of the blocks that share a tile's rows of A load some: those whose first row exists. The others' rows of
       // the stage have anything.
-      bool const loads_a = !DG_A_K_MAJOR || int32_t(block_ / kClusterM) * params_.loaded_m < rows;
+      uint32_t const share_a = kSplits ? 0 : block_ / kClusterM, share_b = kSplits ? 0 : block_ % kClusterM;
+      bool const loads_a = !DG_A_K_MAJOR || int32_t(share_a) * params_.loaded_m < rows;
       uint32_t bytes_a = kStageA;
       if constexpr (DG_A_K_MAJOR) {
         bytes_a = 0;
-        for (int i = 0; i < kClusterN; ++i) bytes_a += i * params_.loaded_m < rows ? params_.box_m * kLine : 0;
+        for (int i = 0; i < kSharesN; ++i) bytes_a += i * params_.loaded_m < rows ? params_.box_m * kLine : 0;
       }
       uint32_t const of_tile = rank_at_(tile.distance);
-      uint32_t const slices = params_.slices * (kFromHolders ? spaces_.ranks : 1);
+      uint32_t const slices =
+          kSplits ? (first_ + depth_ - 1) / kSliceTiles + 1 : params_.slices * (kFromHolders ? spaces_.ranks : 1);
       uint32_t arrived = 0, first_slice = 0;  // slices from the first on that have arrived, as bits
       // The next ticket arrives while the last slices are loaded.
       Clock taken{};
       uint32_t const ahead = 2 * kStages / kSliceTiles + 1;
       uint32_t const take_at = slices > ahead ? slices - ahead : 0;
       uint32_t const pass_at = cute::min(take_at + ahead / 2, slices - 1);
-      for (uint32_t slice = 0; slice < slices; ++slice) {
+      for (uint32_t slice = first_ / kSliceTiles; slice < slices; ++slice) {
         Slice const from = slice_(tile, slice);
         bool const receives = kGathers && (from.distance || spans_());
         CUtensorMap const& map_a = receives ? params_.received[clock.buffer()] : params_.a;
@@ -547,20 +581,20 @@ class Kernel {
         }
         if (elected) {
           if (block_ == 0 && slice == take_at) taken = spaces_.take();
-          uint32_t const end = cute::min((from.number + 1) * kSliceTiles, shard_depth_);
+          uint32_t const begin = cute::max(from.number * kSliceTiles, first_);
+          uint32_t const end = cute::min((from.number + 1) * kSliceTiles, kSplits ? first_ + depth_ : shard_depth_);
           CUTE_NO_UNROLL
-          for (uint32_t k = from.number * kSliceTiles; k < end; ++k) {
+          for (uint32_t k = begin; k < end; ++k) {
             uint64_t& full = storage_.full[stage.index];
             Barrier::wait(storage_.empty[stage.index], stage.phase ^ 1);
             Barrier::expect(full, bytes_a + kStageB);
             if (loads_a) {
-              load_<kClusterN, kTileM, kTileM, DG_A_K_MAJOR>(
-                  map_a, storage_.a[stage.index], full, params_.loaded_m, block_ / kClusterM, block_ % kClusterM, kClusterM,
-                  k, tile.row, matrix_a);
+              load_<kSharesN, kBlockM, kBlockM, DG_A_K_MAJOR>(
+                  map_a, storage_.a[stage.index], full, params_.loaded_m, share_a, share_b, kClusterM, k, tile.row, matrix_a);
             }
-            load_<kClusterM, kTileN, kLoadedN, DG_B_K_MAJOR>(
-                params_.b, storage_.b[stage.index], full, kTileN / kClusterM, block_ % kClusterM,
-                block_ / kClusterM * kClusterM, 1, k, tile.column, matrix_b);
+            load_<kSharesM, kBlockN, kLoadedN, DG_B_K_MAJOR>(
+                params_.b, storage_.b[stage.index], full, kBlockN / kSharesM, share_b, share_a * kClusterM, 1, k,
+                tile.column, matrix_b);
             stage.advance();
           }
           if (block_ == 0 && slice == pass_at) pass_on_(taken, number);
@@ -581,7 +615,7 @@ class Kernel {
     uint32_t const rows = params_.pieces.rows;
     uint32_t first = tile.row * kPiecesDown, down = kPiecesDown;
     if (spans_()) {
-      uint32_t const begin = tile.row * kTileM, end = cute::min(begin + kTileM, uint32_t(params_.m));
+      uint32_t const begin = tile.row * kBlockM, end = cute::min(begin + kBlockM, uint32_t(params_.m));
       first = begin / params_.rank_rows * rows;
       down = ((end - 1) / params_.rank_rows + 1) * rows - first;
     }
@@ -918,9 +952,10 @@ class Kernel {
   static constexpr auto kMajorB = DG_B_K_MAJOR ? GMMA::Major::K : GMMA::Major::MN;
   template <int kWidth>
   using MmaOf = decltype(make_tiled_mma(
-      GMMA::ss_op_selector<Element, Element, float, Shape<Int<kPartM>, Int<kWidth>, Int<kTileK>>, kMajorA, kMajorB>(),
+      GMMA::ss_op_selector<
+          Element, Element, float, Shape<Int<kBlockM / kParts>, Int<kWidth>, Int<kTileK>>, kMajorA, kMajorB>(),
       Layout<Shape<Int<kParts>, _1, _1>>{}));
-  using Mma = MmaOf<kTileN>;
+  using Mma = MmaOf<kBlockN>;
 
   template <bool kMajor, int kRows>
   static constexpr auto stages_() {
@@ -938,12 +973,12 @@ class Kernel {
     int const of_parts = kPingpong ? thread : group * kWarpGroupThreads + thread;
     auto const slice = mma.get_slice(of_parts);
     Tensor a = slice.make_fragment_A(slice.partition_A(make_tensor(
-        make_smem_ptr(reinterpret_cast<Element*>(storage_.a)), stages_<DG_A_K_MAJOR, kTileM>())));
+        make_smem_ptr(reinterpret_cast<Element*>(storage_.a)), stages_<DG_A_K_MAJOR, kBlockM>())));
     // A descriptor does not say how many columns are read: the fragments are those of all columns of a stage.
     auto const slice_b = MmaOf<kLoadedN>{}.get_slice(of_parts);
     Tensor b = slice_b.make_fragment_B(slice_b.partition_B(make_tensor(
         make_smem_ptr(reinterpret_cast<Element*>(storage_.b)), stages_<DG_B_K_MAJOR, kLoadedN>())));
-    Tensor sums = partition_fragment_C(mma, Shape<Int<kTileM>, Int<kTileN>>{});
+    Tensor sums = partition_fragment_C(mma, Shape<Int<kBlockM>, Int<kBlockN>>{});
 
     Tickets tickets{storage_};
     Stage stage;
@@ -955,11 +990,11 @@ class Kernel {
         stage.advance(depth_);
         continue;
       }
-      Tile const tile = tile_(ticket);
+      Tile const product = product_(ticket);
       // Each column of tiles reads all of A. They take turns to hand out their rows of it, stage by stage.
       bool const hands_out = kHandsOut && params_.gathered_at && (kPingpong || group == 0) && thread < 32;
-      uint32_t next_handed_out = tile.column;
-      if (kHandsOut && hands_out && mute_) spoil_gathered_(tile);
+      uint32_t next_handed_out = product.column;
+      if (kHandsOut && hands_out && mute_) spoil_gathered_(product);
       if constexpr (kPingpong) turn_wait_(group);
       mma.accumulate_ = GMMA::ScaleOut::Zero;
       uint32_t last = 0;
@@ -969,8 +1004,8 @@ class Kernel {
         Barrier::wait(storage_.full[now], stage.phase);
         if (kHandsOut && hands_out) {
           bool const turn = k == next_handed_out;
-          if (turn) next_handed_out += order_.columns * kClusterN;
-          hand_out_(tile, k, now, turn);
+          if (turn) next_handed_out += order_.columns * kClusterN * kTileN / kBlockN;
+          hand_out_(product, first_ + k, now, turn);
         }
         warpgroup_fence_operand(sums);
         warpgroup_arrive();
@@ -987,23 +1022,83 @@ class Kernel {
         last = now;
         stage.advance();
       }
-      if constexpr (kPingpong) turn_arrive_(1 - group);
+      if constexpr (kPingpong && !kSplits) turn_arrive_(1 - group);
       warpgroup_wait<0>();
       warpgroup_fence_operand(sums);
       if (kHandsOut && hands_out) wait_until_handed_out_<0>();
       release_(last);
-      scale_(sums);
-      int const part = kPingpong ? 0 : group;
-      if constexpr (kOneShot) exchange_sums_(sums, ticket.clock, tile, part, thread);
-      bool const leaves = kReduces && (tile.distance || spans_());
-      if (leaves) write_sums_(sums, group, uses, thread);
-      if (!leaves || (scatters_() && own_rows_(tile.row * kTileM, kTileM))) {
-        if (kReduces && (!scatters_() || owns_some_(tile, part, thread / 32))) {
-          add_sums_(sums, ticket.clock, part_(tile, part), thread);
-        }
-        if (!kToOwners || !tile.distance) add_terms_(sums, tile, part, thread);
-        write_results_(sums, group, uses, thread);
+      if constexpr (kSplits) {
+        Tensor own = partition_fragment_C(MmaOf<kTileN>{}, Shape<Int<kTileM>, Int<kTileN>>{});
+        exchange_parts_(sums, own, number, group, thread);
+        if (finishes_()) finish_(own, ticket, group, uses, thread);
+      } else {
+        finish_(sums, ticket, group, uses, thread);
       }
+    }
+    // Other blocks arrive there until then. The warp group that had the last tile knows the phase.
+    if (kSplits && int(number % kWarpGroups) != group) Barrier::wait(storage_.taken, number + 1);
+  }
+
+  // Sends the sums of each tile of the cluster to the block that finishes it. If this is one, it adds those of all blocks,
+  // in their order. A block sends once all that it sent before has been added. The other warp group has its turn only then:
+  // otherwise it might wait for `taken` two phases ahead, whose parity is that of a phase that has passed.
+  template <class Sums, class Own>
+  CUTE_DEVICE void exchange_parts_(Sums const& sums, Own& own, uint32_t number, int group, int thread) {
+    constexpr int values = kTileM * kTileN / kWarpGroupThreads, of_rows = kTileN / 2;  // of a thread; in 64 rows
+    Barrier::wait(storage_.taken, number + 1);
+    turn_arrive_(1 - group);
+    float* const own_part = &storage_.sums[block_][thread * 4];
+    CUTE_UNROLL
+    for (int tile = 0; tile < kTiles; ++tile) {
+      float* there;
+      asm volatile("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(own_part), "r"(tile));
+      float* const to = tile == int(block_) ? own_part : there;
+      auto const value = [&](int i) {
+        return at_(sums, tile % kClusterM * kDown + i / of_rows, tile / kClusterM * kTileN, i % of_rows);
+      };
+      CUTE_UNROLL
+      for (int i = 0; i < values; i += 4) {
+        *reinterpret_cast<float4*>(to + i * kWarpGroupThreads) = {value(i), value(i + 1), value(i + 2), value(i + 3)};
+      }
+    }
+    asm volatile("fence.acq_rel.cluster;" ::: "memory");
+    __syncwarp();
+    if (lane() < kTiles) Barrier::arrive_at(storage_.summed, lane());
+    if (!finishes_()) return;
+    clear(own);
+    Barrier::wait<true>(storage_.summed, number);
+    CUTE_NO_UNROLL
+    for (auto const& part : storage_.sums) {
+      CUTE_UNROLL
+      for (int i = 0; i < values; i += 4) {
+        float4 found;
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(found.x), "=f"(found.y), "=f"(found.z), "=f"(found.w)
+                     : "r"(cast_smem_ptr_to_uint(&part[i * kWarpGroupThreads + thread * 4]))
+                     : "memory");
+        float* const to = &at_(own, i / of_rows, 0, i % of_rows);
+        to[0] += found.x, to[1] += found.y, to[2] += found.z, to[3] += found.w;
+      }
+    }
+    __syncwarp();
+    if (lane() < kCluster) Barrier::arrive_at(storage_.taken, lane());
+  }
+
+  // What is done with the sum of a tile, or of a part of it.
+  template <class Sums>
+  CUTE_DEVICE void finish_(Sums& sums, Ticket const& ticket, int group, Uses<kEpilogueStages>& uses, int thread) {
+    Tile const tile = tile_(ticket);
+    int const part = kPingpong ? 0 : group;
+    scale_(sums);
+    if constexpr (kOneShot) exchange_sums_(sums, ticket.clock, tile, part, thread);
+    bool const leaves = kReduces && (tile.distance || spans_());
+    if (leaves) write_sums_(sums, group, uses, thread);
+    if (!leaves || (scatters_() && own_rows_(tile.row * kTileM, kTileM))) {
+      if (kReduces && (!scatters_() || owns_some_(tile, part, thread / 32))) {
+        add_sums_(sums, ticket.clock, part_(tile, part), thread);
+      }
+      if (!kToOwners || !tile.distance) add_terms_(sums, tile, part, thread);
+      write_results_(sums, group, uses, thread);
     }
   }
 
@@ -1024,7 +1119,7 @@ class Kernel {
         Slice const from =
             kFromHolders ? pieces.stage_of_sum(shard_depth_, kSliceTiles, k) : Slice{tile.distance, k};
         SM90_TMA_STORE_3D::copy(
-            &params_.gathered, storage_.a[stage], int32_t(from.number * kTileK), int32_t(tile.row * kTileM),
+            &params_.gathered, storage_.a[stage], int32_t(from.number * kTileK), int32_t(tile.row * kBlockM),
             matrix_(from.distance));
       }
       commit();
@@ -1040,7 +1135,7 @@ class Kernel {
   // A tile's rows of all of A become NaN: what comes now may be of an earlier replay. Each mute lane does it.
   CUTE_DEVICE void spoil_gathered_(Tile const& tile) const {
     Element const nan(__int_as_float(0x7fffffff));
-    for (int32_t row = tile.row * kTileM; row < cute::min(int32_t(tile.row + 1) * kTileM, params_.m); ++row) {
+    for (int32_t row = tile.row * kBlockM; row < cute::min(int32_t(tile.row + 1) * kBlockM, params_.m); ++row) {
       int64_t const at = kFromHolders ? row : int64_t(matrix_(tile.distance)) * params_.m + row;
       int64_t const columns = int64_t(params_.k) * (kFromHolders ? spaces_.ranks : 1);
       for (int64_t k = 0; k < columns; ++k) params_.gathered_at[at * params_.gathered_stride + k] = nan;
@@ -1057,7 +1152,7 @@ class Kernel {
 
   // Tells all blocks that load into a stage that this warp has read it.
   CUTE_DEVICE void release_(uint32_t stage) {
-    if constexpr (kCluster == 1) {
+    if constexpr (kSharesM * kSharesN == 1) {
       if (lane() == 0) Barrier::arrive(storage_.empty[stage]);
     } else {
       uint32_t const m = block_ % kClusterM, n = block_ / kClusterM, i = lane();
@@ -1074,8 +1169,8 @@ class Kernel {
 
   // The sum of value i of a thread in the m-th 64 rows of a part, from a multiple of 8 columns on.
   template <class Sums>
-  CUTE_DEVICE static float& at_(Sums& sums, int m, int first, int i) {
-    constexpr int width = kTileN / size<2>(typename Sums::layout_type{});  // columns of one wgmma
+  CUTE_DEVICE static auto& at_(Sums& sums, int m, int first, int i) {
+    constexpr int width = 2 * size<0>(typename Sums::layout_type{});  // columns of one wgmma
     int const column = first + i / 4 * 8;
     return sums(column % width / 2 + i % 4, m, column / width);
   }
@@ -1336,7 +1431,8 @@ class Kernel {
   TileOrder const& order_;
   Workspaces const& spaces_;
   Storage& storage_;
-  uint32_t const block_, clusters_, shard_depth_, depth_;  // stages of this rank's columns of A, and of a tile
+  uint32_t const block_, clusters_, shard_depth_;  // stages of this rank's columns of A
+  uint32_t const first_, depth_;                   // the first stage of this block's sum, and how many it has
   bool mute_ = false;
 };
 

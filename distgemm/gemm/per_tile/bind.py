@@ -60,8 +60,10 @@ class Matrices(NamedTuple):
 
 def may_span(traits: KernelTraits, ranks: int, rows: int) -> bool:
     """Whether tiles of a kernel span the shards of so many ranks, of so many rows each: fewer than a cluster has."""
-    height = traits.tile[0]
-    if traits.pattern not in {"ag+gemm", "gemm+rs"} or ranks == 1 or not 0 < rows < height * traits.cluster[0]:
+    height = traits.block_tile[0]
+    if traits.pattern not in {"ag+gemm", "gemm+rs"} or ranks == 1:
+        return False
+    if not 0 < rows < traits.tile[0] * traits.cluster[0]:
         return False
     if traits.gathers:  # the flags of a slice are read by one warp
         shards = min(ranks, -(-(height - 1) // rows) + 1)
@@ -113,6 +115,11 @@ class RankGemm:
                 f"in them, and a reduction's shards have multiples of {WARP_ROWS} rows; got {self.m} rows of "
                 f"{self.ranks} ranks for {self.traits.name}"
             )
+        if self.k <= (self.traits.split - 1) * self.traits.tile_k:
+            raise ValueError(
+                f"each of the {self.traits.split} thread blocks that split k has {self.traits.tile_k} columns of A or "
+                f"more, got k={self.k}"
+            )
 
     @property
     def rank_rows(self) -> int:
@@ -125,7 +132,7 @@ class RankGemm:
         traits = self.traits
         height, width = (x * y for x, y in zip(traits.tile, traits.cluster, strict=True))
         blocks, columns = -(-self.m // height), -(-self.n // width)
-        at_once = SMS // (traits.cluster[0] * traits.cluster[1])
+        at_once = traits.clusters_on(SMS)
         to_owners, from_holders = traits.pattern == "gemm+a2a", traits.pattern == "a2a+gemm"
         one = to_owners or from_holders or self.by_columns or traits.one_shot or self.spans
         shards = 1 if one else self.ranks  # whose rows are multiplied at a time
@@ -144,7 +151,7 @@ class RankGemm:
         traits, order = self.traits, self.order
         rows = -(-self.rank_rows // PIECE_ROWS)
         slices = -(-self.k * BYTES[traits.dtype] // PIECE_BYTES)
-        at_once = SMS // (traits.cluster[0] * traits.cluster[1]) // (max(order.shards - 1, 1) * order.columns)
+        at_once = traits.clusters_on(SMS) // (max(order.shards - 1, 1) * order.columns)
         blocks = max(order.group, min(order.blocks, at_once))
         together = blocks * traits.cluster[0] * traits.tile[0] // PIECE_ROWS
         return PieceOrder(self.distances, rows, slices, together, self.spans)
@@ -178,7 +185,7 @@ class RankGemm:
     def parts(self) -> int:
         """Parts of the tiles of a shard."""
         clusters = self.order.blocks * self.order.columns
-        return clusters * self.traits.cluster[0] * self.traits.cluster[1] * self.traits.parts
+        return clusters * self.traits.tiles * self.traits.parts
 
     @property
     def flags(self) -> int:
@@ -351,7 +358,7 @@ def params_of(
             )
         params.pieces = structs.Pieces.of(gemm.pieces)
     if gathered is not None:
-        _describe(params.gathered, "the gathered A", gathered, traits.dtype, of["gathered"], traits.tile[0])
+        _describe(params.gathered, "the gathered A", gathered, traits.dtype, of["gathered"], traits.block_tile[0])
         params.gathered_at, params.gathered_stride = gathered.data_ptr(), pitch_of(gathered)
     params.order = structs.Order.of(gemm.order)
     spaces = params.workspaces

@@ -13,7 +13,7 @@ from distgemm.gemm.cubins import open_cubin
 from distgemm.gemm.cutlass import ELEMENTS
 from distgemm.gemm.nvcc import KernelSource
 from distgemm.gemm.per_tile.params import LINE, Params
-from distgemm.gemm.spec import GemmConfig
+from distgemm.gemm.spec import GemmConfig, KernelSchedule
 from distgemm.schedulers import Pattern
 
 __all__ = ["BYTES", "GATHERING", "PIECE_BYTES", "PIECE_ROWS", "SUBTILE_ROWS", "WARP_ROWS", "KernelTraits", "Launch"]
@@ -27,6 +27,8 @@ SHARED_BYTES = 227 << 10
 """Shared memory of a thread block."""
 RESERVED_BYTES = 2 << 10
 """Of these, for the alignment and for barriers."""
+CLUSTERED_SMS = 128
+"""SMs of a GPU that clusters of 4 and of 8 thread blocks occupy: a GPC has 16 or 18."""
 GROUPS = 2
 """Warp groups that multiply."""
 SUBTILE_ROWS = 64
@@ -61,7 +63,7 @@ class KernelTraits:
         pattern: the pattern.
         tile: rows and columns. A warp group has 64 or 128 rows of it and 64 to 256 columns, a multiple of 32, as far
             as its registers hold them.
-        cluster: thread blocks along rows and columns that share loads.
+        cluster: tiles along rows and columns of a cluster of thread blocks. Each block has one, and blocks share loads.
         pingpong: whether each of the two warp groups has tiles of its own. Otherwise both share each tile.
         dtype: of A and B.
         out_dtype: of D, C and the bias.
@@ -71,6 +73,8 @@ class KernelTraits:
         sends: whether a kernel that gathers sends its shard of A.
         one_shot: whether all ranks add all partial sums of an all-reduce. Otherwise the owner of a tile does.
         epilogue_stages: subtiles that each warp group has in shared memory, to be stored.
+        split: so many thread blocks of a cluster of "ag+gemm" split k. Each multiplies all tiles of the cluster, with
+            pingpong tiles; the first ones finish one each. 1: k is not split.
 
     Raises:
         ValueError: for values that do not go together, and if the tile does not fit into shared memory.
@@ -88,6 +92,7 @@ class KernelTraits:
     sends: bool = False
     one_shot: bool = False
     epilogue_stages: int = 2
+    split: int = 1
 
     def __post_init__(self) -> None:
         if BYTES.get(self.dtype) != 2:
@@ -121,6 +126,14 @@ class KernelTraits:
                 f"each thread block of a cluster loads a multiple of {SWIZZLE_ROWS} rows of A and B, got tiles of "
                 f"{self.tile[0]}x{self.tile[1]} and clusters of {self.cluster[0]}x{self.cluster[1]}"
             )
+        if self.split > 1 and self.pattern != "ag+gemm":
+            raise ValueError(f'only kernels for "ag+gemm" split k: others gain nothing by it; got {self.name}')
+        accumulators = self.block_tile[0] * self.block_tile[1] + self.tile[0] * self.tile[1]
+        if self.split > 1 and self.name and accumulators > MAX_PART:  # the name checks the configuration
+            raise ValueError(
+                f"where thread blocks split k, tiles of a cluster have at most {MAX_PART} elements with one of them "
+                f"again, got {self.name}"
+            )
         if self.stages < 3:
             raise ValueError(f"{self} leaves shared memory for {self.stages} stages, and 3 are needed")
 
@@ -139,19 +152,43 @@ class KernelTraits:
         """Stages of operands: as many as fit."""
         copied = 2 * SUBTILE_BYTES if self.sends or self.takes else 0
         left = SHARED_BYTES - RESERVED_BYTES - GROUPS * self.epilogue_stages * SUBTILE_BYTES - copied
-        return min(left // ((self.tile[0] + self.loaded_columns) * LINE), MAX_STAGES)
+        if self.split > 1:  # float32 sums of all blocks
+            left -= self.split * self.tile[0] * self.tile[1] * 4
+        return min(left // ((self.block_tile[0] + self.loaded_columns) * LINE), MAX_STAGES)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of a cluster."""
+        return self.cluster[0] * self.cluster[1]
+
+    @property
+    def blocks(self) -> int:
+        """Thread blocks of a cluster."""
+        return max(self.tiles, self.split)
+
+    def clusters_on(self, sms: int) -> int:
+        """Clusters that are launched on so many SMs, so that all run at a time."""
+        return (sms if self.blocks <= 2 else min(sms, CLUSTERED_SMS)) // self.blocks
+
+    @property
+    def block_tile(self) -> tuple[int, int]:
+        """Rows and columns that a thread block multiplies: a tile; if k is split, all tiles of a cluster."""
+        down, across = (1, 1) if self.split == 1 else self.cluster
+        return self.tile[0] * down, self.tile[1] * across
 
     @property
     def loaded_columns(self) -> int:
         """Columns of B in a stage. If these are contiguous, whole boxes are loaded, so wide as a stage is deep."""
-        return self.tile[1] if self.b_major == "k" else -(-self.tile[1] // self.tile_k) * self.tile_k
+        columns = self.block_tile[1]
+        return columns if self.b_major == "k" else -(-columns // self.tile_k) * self.tile_k
 
     @property
     def shares(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Of A and B, the rows of a box, or k where columns are contiguous, and the thread blocks that divide them."""
-        rows_a = self.tile[0] if self.a_major == "k" else self.tile_k
-        rows_b = self.tile[1] if self.b_major == "k" else self.tile_k
-        return (rows_a, self.cluster[1]), (rows_b, self.cluster[0])
+        rows_a = self.block_tile[0] if self.a_major == "k" else self.tile_k
+        rows_b = self.block_tile[1] if self.b_major == "k" else self.tile_k
+        down, across = self.cluster if self.split == 1 else (1, 1)
+        return (rows_a, across), (rows_b, down)
 
     @property
     def takes(self) -> bool:
@@ -186,7 +223,8 @@ class KernelTraits:
     @property
     def name(self) -> str:
         """A name for messages."""
-        config = GemmConfig((*self.tile, self.tile_k), self.cluster, "pingpong" if self.pingpong else "cooperative")
+        schedule: KernelSchedule = "pingpong" if self.pingpong else "cooperative"
+        config = GemmConfig((*self.tile, self.tile_k), self.cluster, schedule, split=self.split)
         return f"per_tile {self.pattern}{' one-shot' if self.one_shot else ''} {config}"
 
     def source(self, arch: str = "90a") -> KernelSource:
@@ -197,6 +235,7 @@ class KernelTraits:
             "DG_TILE_N": self.tile[1],
             "DG_CLUSTER_M": self.cluster[0],
             "DG_CLUSTER_N": self.cluster[1],
+            "DG_SPLIT": self.split,
             "DG_PINGPONG": int(self.pingpong),
             "DG_STAGES": self.stages,
             "DG_EPILOGUE_STAGES": self.epilogue_stages,
@@ -223,8 +262,7 @@ class Launch:
 
     def __init__(self, traits: KernelTraits, params: Params, blocks: int, device: int) -> None:
         self.params, self._device = params, device
-        size = traits.cluster[0] * traits.cluster[1]
-        grid = (blocks // size * size, 1, 1)
+        grid = (traits.clusters_on(blocks) * traits.blocks, 1, 1)
         self._launch: Callable[[int], None] = open_cubin(traits.source(), Params).launcher(
             device, grid, ctypes.addressof(params)
         )

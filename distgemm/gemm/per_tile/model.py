@@ -85,6 +85,9 @@ class Costs:
         flag: from there until a waiting warp has seen the flag, us.
         sum_subtile: of a subtile of a partial sum that a warp group adds, us. Fitted.
         write_subtile: of a subtile that is written, us. Fitted.
+        exchange: of 8 KiB of sums that a thread block has from one of those that split k, us. This and ``split_share``
+            are from the rows of ``per_tile_split_h100.json`` that have one wave of clusters.
+        split_share: of the rate of an SM, that of thread blocks which split k.
         take: from the arrival of a result to its place in D, us. Fitted to all-reduces.
         send_gb_per_s, store_gb_per_s: rates at which pieces and tiles leave: those that executables set.
         cache: bytes of panels that stay in L2, which has 50 MB.
@@ -97,6 +100,8 @@ class Costs:
     flag: float = 2.2
     sum_subtile: float = 0.64
     write_subtile: float = 0.16
+    exchange: float = 0.15
+    split_share: float = 0.56
     take: float = 5.6
     send_gb_per_s: float = SEND_GB_PER_S
     store_gb_per_s: float = STORE_GB_PER_S
@@ -133,9 +138,9 @@ def predict_per_tile(gemm: RankGemm, costs: Costs, *, arrived: bool = False) -> 
     Raises:
         ValueError: for tiles of a size that TILES does not have, and for types that the machine does not multiply.
     """
-    if gemm.traits.tile not in TILES:
+    if gemm.traits.block_tile not in TILES:
         known = ", ".join(f"{m}x{n}" for m, n in TILES)
-        raise ValueError(f"the model knows tiles of {known}, got {'x'.join(map(str, gemm.traits.tile))}")
+        raise ValueError(f"the model knows tiles of {known}, got {'x'.join(map(str, gemm.traits.block_tile))}")
     at_once = replace(costs, stored=0.0, flag=0.0, take=0.0, send_gb_per_s=MAX_FIGURE, store_gb_per_s=MAX_FIGURE)
     gathers = gemm.traits.gathers
     moved = 0 if gathers and arrived else gemm.slot_bytes
@@ -170,18 +175,21 @@ class _Replay:
         traits, order = gemm.traits, gemm.order
         self.gemm, self.costs, self.arrived = gemm, costs, arrived
         self.order: Sequence[TileCluster] = list(order)
-        size = traits.cluster[0] * traits.cluster[1]
-        self.clusters = costs.machine.sms // size
+        self.clusters = traits.clusters_on(costs.machine.sms)
         self.peers = gemm.ranks - 1
-        self.tile = TILES[traits.tile]
+        self.tile = TILES[traits.block_tile]
         rate = costs.machine.rate(traits.dtype)
         sm = rate.peak * self.tile.peak * 1e6 / costs.machine.sms
         self.k = gemm.k * (gemm.ranks if traits.pattern == "a2a+gemm" else 1)  # of a tile's sum
-        self.multiply_us = max(2.0 * traits.tile[0] * traits.tile[1] * self.k / sm, costs.ticket)
+        depth = -(-self.k // (traits.tile_k * traits.split)) * traits.tile_k if traits.split > 1 else self.k
+        self.multiply_us = max(2.0 * traits.block_tile[0] * traits.block_tile[1] * depth / sm, costs.ticket)
+        if traits.split > 1:
+            self.multiply_us /= costs.split_share
+            self.multiply_us += costs.exchange * traits.split * traits.tile[0] * traits.tile[1] * 4 / SUBTILE_BYTES
         flop = 2.0 * order.shards * gemm.m * gemm.n * self.k
         self.least_us = costs.start + flop / (rate.power * self.tile.power * 1e6)
         self.subtiles = traits.part_bytes // SUBTILE_BYTES
-        stored = size * traits.parts * traits.part_bytes * _stored_share(gemm)
+        stored = traits.tiles * traits.parts * traits.part_bytes * _stored_share(gemm)
         self.store_us = stored / (costs.store_gb_per_s * 1e3)
         self.kept = min(1.0, traits.epilogue_stages / self.subtiles)  # share of a tile that fits into the stages
         self.latency = costs.stored + costs.flag

@@ -17,7 +17,7 @@ from distgemm.plan.problem import DTYPE_BYTES
 from distgemm.schedulers import Pattern
 from distgemm.simulator.machine import Machine
 
-__all__ = ["CONFIGS", "SPANNING", "MACHINE", "ONE_SHOT", "ROW_BYTES", "configs_of", "gemm_of", "traits_of"]
+__all__ = ["CONFIGS", "SPANNING", "MACHINE", "ONE_SHOT", "ROW_BYTES", "SPLIT", "configs_of", "gemm_of", "traits_of"]
 
 LARGE = "128x256x64_2x1_cooperative"
 WIDE = ("256x192x64_1x2_cooperative", "256x160x64_1x2_cooperative", LARGE)
@@ -34,6 +34,8 @@ ONE_SHOT = ("64x64x64_1x2_pingpong", "64x128x64_1x2_pingpong")
 """Those of one-shot all-reduces, which are for few rows."""
 SPANNING = ("128x128x64_1x2_cooperative", *ONE_SHOT)
 """Those of few rows whose tiles span shards."""
+SPLIT = ("64x64x64_1x2_pingpong_split_4", "64x64x64_2x2_pingpong_split_4")
+"""Those of "ag+gemm" whose tiles span shards, and whose thread blocks split k."""
 SHORT_M = 64
 """Rows of a shard, up to which clusters of one row of tiles, of 64 rows, are worth a try."""
 MACHINE = "h200"
@@ -46,7 +48,8 @@ EPILOGUE_STAGES: dict[Pattern, tuple[int, int]] = {
     "a2a+gemm": (1, 2),
 }
 """Of a cooperative kernel, and of a pingpong kernel: the fastest ones in docs/per_tile.md. All-to-alls have not been
-measured: theirs are those of the kernels whose warp 1 does the same."""
+measured: theirs are those of the kernels whose warp 1 does the same. A kernel that splits k has one, which holds a tile
+of 64x64, since its shared memory also has sums."""
 ROW_BYTES = 16
 """Bytes that divide each row which TMA copies."""
 
@@ -62,7 +65,8 @@ def configs_of(plan: Plan) -> tuple[str, ...]:
     m = plan.problem.m // (1 if by_columns else plan.world_size)
     # The last one equals the one before, unless half of that one's clusters would be padding.
     found = CONFIGS[pattern] if m <= SHORT_M else CONFIGS[pattern][:-1]
-    spanning = [config for config in SPANNING if may_span(traits_of(config, pattern), plan.world_size, m)]
+    few = (*SPANNING, *SPLIT) if pattern == "ag+gemm" else SPANNING
+    spanning = [config for config in few if may_span(traits_of(config, pattern), plan.world_size, m)]
     return tuple(dict.fromkeys((*found, *spanning)))
 
 
@@ -78,7 +82,8 @@ def traits_of(
     """The kernel of a configuration, for dense tensors.
 
     Args:
-        config: tile, cluster and kernel schedule, such as ``128x256x64_2x1_cooperative``.
+        config: tile, cluster and kernel schedule, such as ``128x256x64_2x1_cooperative``; and by how many thread blocks
+            k is split, such as ``64x64x64_2x2_pingpong_split_4``.
         pattern: the pattern.
         dtype: as in :class:`KernelTraits`.
         out_dtype: as there.
@@ -93,8 +98,8 @@ def traits_of(
     other = (found.tile[2], found.epilogue, found.raster, found.swizzle, found.share)
     if other != (64, "tma", "heuristic", 1, 1):
         raise ValueError(
-            f"a per-tile kernel has 64 elements of k in a stage, and a configuration like {LARGE} or {SMALL[0]} with "
-            f"nothing behind it, got {config}"
+            f"a per-tile kernel has 64 elements of k in a stage, and a configuration like {LARGE} or {SPLIT[-1]}, "
+            f"without direct, raster, swizzle and share, got {config}"
         )
     pingpong = found.kernel_schedule == "pingpong"
     return KernelTraits(
@@ -102,7 +107,8 @@ def traits_of(
         b_major="n" if turned_b else "k",
         sends=pattern in GATHERING,
         one_shot=one_shot,
-        epilogue_stages=EPILOGUE_STAGES["ag+gemm" if one_shot else pattern][pingpong],
+        epilogue_stages=1 if found.split > 1 else EPILOGUE_STAGES["ag+gemm" if one_shot else pattern][pingpong],
+        split=found.split,
     )
 
 

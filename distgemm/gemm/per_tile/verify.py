@@ -107,7 +107,7 @@ def _prove_pieces(gemm: RankGemm, rows: int, columns: int) -> int:
 
 def _spanned_pieces(gemm: RankGemm, tile_rows: int) -> int:
     """The rows of pieces for which a column of tiles waits, if tiles span shards. They have all rows of the tiles."""
-    of_shard, height = gemm.pieces.rows, gemm.traits.tile[0]
+    of_shard, height = gemm.pieces.rows, gemm.traits.block_tile[0]
     shard, within = np.divmod(np.arange(gemm.m), gemm.rank_rows)
     piece = shard * of_shard + within // PIECE_ROWS  # of each row of A
     count = 0
