@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch._subclasses import FakeTensor  # noqa: PLC2701  (torch has no public name)
 
 from distgemm.arguments import integer, wrong
 from distgemm.fp8.quantize import Quantized, amax_of, dequantize, quantize_with, transposed
@@ -32,6 +33,8 @@ class Split(NamedTuple):
     y: int | None
 
 
+SCALED_MM_MULTIPLE = 16
+"""``torch._scaled_mm`` takes k and n that are multiples of it."""
 WHOLE = Split(None, None, None)
 SPLITS: dict[Parallel, Split] = {"column": Split(0, 0, 1), "row": Split(1, 1, 0)}
 
@@ -45,7 +48,7 @@ def multiply(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     """A · Bᵀ on one rank.
 
     On CPUs, the dequantised operands are multiplied in float32, or in float64 if that is the result's type. On GPUs it
-    is ``torch._scaled_mm``, and :func:`distgemm.gemm.gemm` where blocks have scales.
+    is ``torch._scaled_mm``, and :func:`distgemm.gemm.gemm` where blocks have scales, or k or n is no multiple of 16.
 
     Args:
         a: (m, k).
@@ -61,23 +64,25 @@ def multiply(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     if not a.codes.is_cuda:
         wide = torch.promote_types(dtype, torch.float32)
         return (dequantize(a, wide) @ dequantize(b, wide).t()).to(dtype)
+    out = a.codes.new_empty(a.codes.shape[0], b.codes.shape[0], dtype=dtype)
+    if isinstance(out, FakeTensor):  # a trace, for which only shapes count
+        return out
+    codes = a.codes.contiguous(), b.codes.contiguous()
     pair = tuple((each.scaling.rows, each.scaling.columns) for each in (a, b))
     if pair not in (((None, None), (None, None)), ((1, None), (1, None))):
         # A scale of the whole tensor is the scale of each row.
         if all(columns is None and rows in (1, None) for rows, columns in pair):
             a, b = _with_scales_of_rows(a), _with_scales_of_rows(b)
         elif all(columns == SCALE_BLOCK and rows in (1, SCALE_BLOCK) for rows, columns in pair):
-            out = a.codes.new_empty(a.codes.shape[0], b.codes.shape[0], dtype=dtype)
-            codes = a.codes.contiguous(), b.codes.contiguous()
             return gemm(*codes, out, scale_a=a.scales, scale_b=b.scales, block_rows=(pair[0][0] or 0, pair[1][0] or 0))
         else:
             raise ValueError(
                 "on GPUs, scales are of tensors, rows, or 1x128 and 128x128 blocks of both operands, got rows and "
                 f"columns {pair}"
             )
-    found: Tensor = torch._scaled_mm(
-        a.codes.contiguous(), b.codes.contiguous().t(), a.scales, b.scales.t().contiguous(), out_dtype=dtype
-    )
+    if any(extent % SCALED_MM_MULTIPLE for extent in b.codes.shape):
+        return gemm(*codes, out, scale_a=a.scales.flatten(), scale_b=b.scales.flatten())
+    found: Tensor = torch._scaled_mm(codes[0], codes[1].t(), a.scales, b.scales.t().contiguous(), out_dtype=dtype)
     return found
 
 

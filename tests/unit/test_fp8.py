@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode  # noqa: PLC2701  (torch has no public name)
 
 import distgemm
 from distgemm import fp8
 from distgemm.fp8 import layer
 from distgemm.fp8.quantize import quantize_with
-from distgemm.plan.scaling import OperandScaling
+from distgemm.plan.scaling import SCALINGS, OperandScaling
 from tests.unit.fp8_reference import element_bound, quantized, smallest_step
 
 SCALINGS = [(None, None), (1, None), (None, 1), (1, 16), (16, 16), (1, 1)]
@@ -340,3 +341,13 @@ def test_recorded_losses_follow_bf16_and_one_rank(recipe: str, ranks: int) -> No
     found, alone = runs[recipe, ranks], runs[recipe, 1]
     assert found["loss"] == pytest.approx(runs["bf16", 1]["loss"], rel=0.01)
     assert found["losses"][0] == pytest.approx(alone["losses"][0], rel=1e-4)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_products_of_a_trace_have_only_shapes(recipe: str) -> None:
+    """As ``warmup`` traces them, for a GPU; also with numbers of tokens that no library function takes."""
+    scaling = SCALINGS[recipe]
+    with FakeTensorMode():
+        x, w = (torch.randn(rows, 531, device="cuda", dtype=torch.bfloat16) for rows in (37, 64))
+        found = layer.multiply(fp8.quantize(x, scaling.a), fp8.quantize(w, scaling.b), torch.bfloat16)
+    assert found.shape == (37, 64) and found.device.type == "cuda" and found.dtype == torch.bfloat16
