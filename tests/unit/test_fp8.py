@@ -19,7 +19,8 @@ import distgemm
 from distgemm import fp8
 from distgemm.fp8 import layer
 from distgemm.fp8.quantize import quantize_with
-from distgemm.plan.scaling import SCALINGS, OperandScaling
+from distgemm.plan import scaling as scalings
+from distgemm.plan.scaling import OperandScaling
 from tests.unit.fp8_reference import element_bound, quantized, smallest_step
 
 SCALINGS = [(None, None), (1, None), (None, 1), (1, 16), (16, 16), (1, 1)]
@@ -346,8 +347,8 @@ def test_recorded_losses_follow_bf16_and_one_rank(recipe: str, ranks: int) -> No
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 def test_products_of_a_trace_have_only_shapes(recipe: str) -> None:
     """As ``warmup`` traces them, for a GPU; also with numbers of tokens that no library function takes."""
-    scaling = SCALINGS[recipe]
+    of = scalings.SCALINGS[recipe]
     with FakeTensorMode():
         x, w = (torch.randn(rows, 531, device="cuda", dtype=torch.bfloat16) for rows in (37, 64))
-        found = layer.multiply(fp8.quantize(x, scaling.a), fp8.quantize(w, scaling.b), torch.bfloat16)
+        found = layer.multiply(fp8.quantize(x, of.a), fp8.quantize(w, of.b), torch.bfloat16)
     assert found.shape == (37, 64) and found.device.type == "cuda" and found.dtype == torch.bfloat16
