@@ -44,6 +44,7 @@ def results(ranks: int) -> list[dict[str, Any]]:
     return launch(run_all, ranks, checks, timeout=240)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", CHECKS)
 def test_results_and_gradients_are_those_of_the_whole_product(ranks: int) -> None:
     assert [failure for found in results(ranks) for failure in found["equal_to_the_whole"]] == []

@@ -80,7 +80,7 @@ def named(fault: Fault, rank: int) -> str:
     return rf"{begun} at (the comparison of calls before )?{tile}: .+\. The result is NaN"
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", range(POINTS))
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_others_raise_and_nothing_stays(number: signal.Signals, case: int, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from tests.multiprocess import hosts_worker as worker
 MESHES = [(2, 2), (2, 4)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_results_across_hosts_are_those_of_numpy(mesh: tuple[int, int]) -> None:
     found = results(mesh[0] * mesh[1], worker.run, mesh)
@@ -49,7 +50,7 @@ ON_2X4 = ("functions", "all-to-alls", "layers")
 """Checks that also run on 2 x 4 ranks."""
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("mesh", "check"),
     [
@@ -91,6 +92,7 @@ def test_all_ranks_that_come_to_nccl_make_a_communicator() -> None:
     assert results(4, worker.communicators, (2, 2), None, False) == ["made"] * 4
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("of_host", "domain", "wanted", "alive"),
     [

@@ -90,7 +90,7 @@ def run_long(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0)
 @pytest.mark.parametrize("arguments", ["--ranks 2 --layers 2", "--ranks 4", "--ranks 3 --tokens 258 --kv-heads 4"])
 def test_a_long_sequence_trains_as_in_one_process(arguments: str) -> None:
     """The program itself compares losses, gradients and parameters, and fails if they differ."""

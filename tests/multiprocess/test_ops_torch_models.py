@@ -53,6 +53,7 @@ def results_on_tokens(ranks: int) -> list[dict[str, Any]]:
     return launch(run_all, ranks, [(check, ()) for check in checks], timeout=300)
 
 
+@pytest.mark.sample(0)  # half a minute
 @pytest.mark.parametrize("ranks", TWO_OR_MORE)
 def test_layers_beside_other_modules_train_as_the_unsharded_model(ranks: int) -> None:
     """Norms of gradients, gradients and parameters over several steps, with clipping and activation checkpoints."""

@@ -16,6 +16,7 @@ from tests.unit.mutations import mutations
 from tests.unit.test_verify_interleavings import small
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", distgemm.list_schedules())
 def test_plans_that_are_not_mutated_are_right_and_proved(name: str) -> None:
     plans = [(scenario, plan) for scenario, plan in bases() if plan.schedule == name]
@@ -26,7 +27,7 @@ def test_plans_that_are_not_mutated_are_right_and_proved(name: str) -> None:
         assert agree(plan) == plan
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("part", range(100))
 def test_the_proof_accepts_only_mutants_that_are_right(part: int) -> None:
     """The mutants of ``python tests/mutations/run.py --count 100000``, in parts."""

@@ -18,6 +18,7 @@ def test_a_long_step_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().err.splitlines() == ["rank 3 for 0 s: quack is made", "rank 3 for 0 s: quack is measured"]
 
 
+@pytest.mark.sample(0)  # five seconds of waiting
 def test_short_steps_print_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     with Stalls(0, notice_s=2.0) as stalls:
         time.sleep(2.5)  # nothing has begun

@@ -49,6 +49,7 @@ from tests.unit.cuda_emulation import (
 # --- from actions to launches ---------------------------------------------------------------------------
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     ("schedule", "mechanism"),

@@ -99,7 +99,7 @@ def test_where_partial_sums_are_added():
             assert any(op.sources for ops in plan.rank_ops for op in ops if isinstance(op, Gemm)) == folds
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_it_plans_verifies_and_runs(route: str, size: int):

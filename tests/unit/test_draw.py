@@ -146,7 +146,7 @@ def test_what_is_left_out_is_said(tmp_path: Path) -> None:
     assert "from dark (rank 0) to light (rank 39)" in texts(tmp_path / "a.svg")
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("what", "name", "size", "chunks", "mechanism"),
     [

@@ -343,6 +343,7 @@ for count in range(20):
 """
 
 
+@pytest.mark.sample(0)  # ten seconds
 def test_eight_processes_that_record_at_once_lose_nothing(tmp_path: Path) -> None:
     go = tmp_path / "go"
     processes = [

@@ -70,7 +70,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[dist.ProcessGroup]:
         (Layer("an MLP of another model", "gemm+rs", 5120, 13824), 24576),
     ],
 )
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_other_calls(group: Any, gpu: str, layer: Layer, tokens: int, listed: set[KernelSource]) -> None:
     """Whatever a shape selects and measures is in the list, also shapes for which it was not made."""
     needs = kernels.layer_needs(layer, layer.pattern, tokens, "bfloat16", group)
@@ -147,7 +147,7 @@ def asked_for(needs: Iterable[Need]) -> set[KernelSource]:
 @pytest.mark.parametrize("group", [2, 4, 8], indirect=True)
 @pytest.mark.parametrize("model", ["llama-3-8b", "llama-3-70b"])
 @pytest.mark.parametrize("tokens", kernels.PACKED_TOKENS)
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_the_first_step_of_models(
     group: Any, model: str, tokens: int, listed: set[KernelSource], on_h200: None
 ) -> None:
