@@ -140,7 +140,7 @@ def test_wrong_calls_are_refused(what: str, message: str) -> None:
         assert found["misuse"]["after"] == "2"
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0)
 @pytest.mark.parametrize("ranks", worker.SIZES)
 def test_attention_is_that_of_one_rank(ranks: int) -> None:
     assert launch(worker.in_attention, ranks, timeout=120) == [[]] * ranks

@@ -156,7 +156,7 @@ def test_a_report_that_was_cut_off_is_none(tmp_path: Path) -> None:
         assert LaunchSpec.content(path) is None
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_outlives_an_interrupted_parent(number: signal.Signals, tmp_path: Path) -> None:
     """Neither a rank nor a file."""

@@ -91,6 +91,7 @@ def test_an_executable_from_inference_mode_serves_training() -> None:
     assert results(2, worker.after_inference) == [[], []]
 
 
+@pytest.mark.sample(0)  # nine seconds
 def test_autocast_casts_as_for_a_linear() -> None:
     assert results(2, worker.autocast) == [[], []]
 

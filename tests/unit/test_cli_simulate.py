@@ -316,6 +316,7 @@ def test_simulate_all() -> None:
 SMALL = ("--m", "512", "--n", "512", "--k", "512")
 
 
+@pytest.mark.sample(0)
 def test_simulate_all_as_json() -> None:
     jobs = compared(succeed("simulate", "all", "--ranks", "8", *SMALL))
     rows = schedules_of(jobs)
@@ -330,6 +331,7 @@ def test_simulate_all_as_json() -> None:
     }
 
 
+@pytest.mark.sample(0)
 def test_simulate_all_tries_chunks(schedule_2d: str) -> None:
     name = "reduce_scatter_1d_pairwise_a"
 

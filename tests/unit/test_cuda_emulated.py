@@ -35,7 +35,7 @@ from tests.unit.cuda_emulation import (
 # --- a kernel for each GEMM -----------------------------------------------------------------------------
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("queues", [False, True], ids=["streams", "one queue"])
 @pytest.mark.parametrize("schedule", distgemm.list_schedules())
 def test_every_schedule_is_right_in_every_order(schedule: str, queues: bool, recorded: list[Task]) -> None:
@@ -342,6 +342,7 @@ def run_replays(plan: distgemm.Plan, recorded: list[Task]) -> None:
 # --- the emulation itself -------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("forgotten", ["entered", "left", "plan_flag"])
 def test_the_emulation_fails_without_a_wait(forgotten: str, recorded: list[Task]) -> None:
     """Where a wait for one kind of flag is left out, garbage or a hang is found.

@@ -55,6 +55,7 @@ def test_three_ranks() -> None:
         walk(3, [everyone(3, each) for each in slots], number)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("first", [1, 2**32 - 2, EPOCHS - 2])
 def test_graphs_of_several_executables(first: int) -> None:
     random_graphs(Protocol(first=first))

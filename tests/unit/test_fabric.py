@@ -143,7 +143,7 @@ def test_plans_of_a_domain_of_72_ranks_are_proved_and_simulated(pattern: str) ->
     assert found > max(out_of_rank_0 / (machine.nvlink.bandwidth * 1e3), flop / (machine.rate("bfloat16").peak * 1e6))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("pattern", FLAT)
 def test_plans_of_two_domains_of_72_ranks_are_proved(pattern: str) -> None:
     problem = distgemm.GemmProblem(144 * 8, 144 * 8, 144 * 8)

@@ -240,6 +240,7 @@ def test_a_cubin_or_manifest_that_is_gone(nvcc: Nvcc, gone: str) -> None:
     assert len(nvcc.calls) == 2
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "garbage",
     [b"", b"\xff\xfe\x00", b"{", b"[]", b"{}", b'"text"', b"7", b"null", b'{"sha256": null}', b"[" * 100_000],
@@ -253,6 +254,7 @@ def test_a_garbage_manifest(nvcc: Nvcc, garbage: bytes) -> None:
     assert len(nvcc.calls) == 2
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("lacking", compiler.MANIFEST)
 def test_a_manifest_that_lacks_an_entry(nvcc: Nvcc, lacking: str) -> None:
     """The name of a wrong type counts as lacking."""

@@ -122,6 +122,7 @@ def test_readme_commands() -> None:
         assert comparable(done.stdout) == comparable(output), command
 
 
+@pytest.mark.sample(0)  # five seconds
 def test_skips_for_lack_of_gpus_are_visible(tmp_path: Path) -> None:
     """A test marked gpu(1000) is skipped with the reason; torch is imported only when there is one."""
     shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)

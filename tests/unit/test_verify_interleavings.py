@@ -87,6 +87,7 @@ def test_small_plans_of_other_mechanisms_are_right_in_every_interleaving(
     plan.verify()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("workspace", "sync"), SYNCHRONISED)
 def test_three_ranks_are_right_in_every_interleaving_of_all_ops(workspace: str, sync: str) -> None:
     machine = Machine(small("reduce_scatter_1d_tiling_a_rotating_c", (3,), 1, workspace, sync))

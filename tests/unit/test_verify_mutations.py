@@ -43,7 +43,7 @@ OTHERS = [
 """One or the other for each schedule: all of them take minutes."""
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "mesh", "workspace", "sync", "mechanism"), PUSHED + OTHERS)
 def test_a_mutation_is_caught_exactly_if_it_changes_order_or_data_flow(
     name: str, mesh: tuple[int, ...], workspace: str, sync: str, mechanism: str

@@ -149,6 +149,7 @@ def bfloat16() -> list[Need]:
     return [replace(call, device="cuda") for call in dict.fromkeys(calls)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("tuning", "scope"), [("0", "selected"), ("1", "measured")])
 def test_all_kernels_at_once(tuning: str, scope: Any, mesh: Any, nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that calls measure, too, unless that is off. The best ones, whatever is there."""
