@@ -64,23 +64,26 @@ def multiply(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     if not a.codes.is_cuda:
         wide = torch.promote_types(dtype, torch.float32)
         return (dequantize(a, wide) @ dequantize(b, wide).t()).to(dtype)
-    out = a.codes.new_empty(a.codes.shape[0], b.codes.shape[0], dtype=dtype)
-    if isinstance(out, FakeTensor):  # a trace, for which only shapes count
-        return out
-    codes = a.codes.contiguous(), b.codes.contiguous()
     pair = tuple((each.scaling.rows, each.scaling.columns) for each in (a, b))
-    if pair not in (((None, None), (None, None)), ((1, None), (1, None))):
-        # A scale of the whole tensor is the scale of each row.
-        if all(columns is None and rows in (1, None) for rows, columns in pair):
-            a, b = _with_scales_of_rows(a), _with_scales_of_rows(b)
-        elif all(columns == SCALE_BLOCK and rows in (1, SCALE_BLOCK) for rows, columns in pair):
-            return gemm(*codes, out, scale_a=a.scales, scale_b=b.scales, block_rows=(pair[0][0] or 0, pair[1][0] or 0))
-        else:
-            raise ValueError(
-                "on GPUs, scales are of tensors, rows, or 1x128 and 128x128 blocks of both operands, got rows and "
-                f"columns {pair}"
-            )
+    in_blocks = all(columns == SCALE_BLOCK and rows in (1, SCALE_BLOCK) for rows, columns in pair)
+    if not in_blocks and not all(columns is None and rows in (1, None) for rows, columns in pair):
+        raise ValueError(
+            "on GPUs, scales are of tensors, rows, or 1x128 and 128x128 blocks of both operands, got rows and "
+            f"columns {pair}"
+        )
+    shape = a.codes.shape[0], b.codes.shape[0]
+    if isinstance(a.codes, FakeTensor):  # a trace, for which only shapes count
+        return a.codes.new_empty(shape, dtype=dtype)
+    codes = a.codes.contiguous(), b.codes.contiguous()
+    if in_blocks:
+        block_rows = (pair[0][0] or 0, pair[1][0] or 0)
+        return gemm(
+            *codes, codes[0].new_empty(shape, dtype=dtype), scale_a=a.scales, scale_b=b.scales, block_rows=block_rows
+        )
+    if pair[0] != pair[1]:  # a scale of the whole tensor is the scale of each row
+        a, b = _with_scales_of_rows(a), _with_scales_of_rows(b)
     if any(extent % SCALED_MM_MULTIPLE for extent in b.codes.shape):
+        out = codes[0].new_empty(shape, dtype=dtype)
         return gemm(*codes, out, scale_a=a.scales.flatten(), scale_b=b.scales.flatten())
     found: Tensor = torch._scaled_mm(codes[0], codes[1].t(), a.scales, b.scales.t().contiguous(), out_dtype=dtype)
     return found

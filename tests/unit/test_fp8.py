@@ -351,4 +351,6 @@ def test_products_of_a_trace_have_only_shapes(recipe: str) -> None:
     with FakeTensorMode():
         x, w = (torch.randn(rows, 531, device="cuda", dtype=torch.bfloat16) for rows in (37, 64))
         found = layer.multiply(fp8.quantize(x, of.a), fp8.quantize(w, of.b), torch.bfloat16)
-    assert found.shape == (37, 64) and found.device.type == "cuda" and found.dtype == torch.bfloat16
+        assert found.shape == (37, 64) and found.device.type == "cuda" and found.dtype == torch.bfloat16
+        with pytest.raises(ValueError, match="on GPUs, scales are of tensors, rows, or 1x128 and 128x128 blocks"):
+            layer.multiply(*(fp8.quantize(each, OperandScaling(1, 16)) for each in (x, w)), torch.bfloat16)
