@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from cuda.bindings import driver
@@ -18,7 +18,10 @@ from cuda.bindings import driver
 from distgemm.gemm.cuda_errors import raise_on
 from distgemm.gemm.provider import GemmTensors, Launch
 
-__all__ = ["FixedLaunch", "KernelLaunch", "KernelNode", "MovableLaunch", "address_cells"]
+if TYPE_CHECKING:
+    from distgemm.gemm.cubins import Cubin
+
+__all__ = ["FixedLaunch", "KernelLaunch", "KernelNode", "MovableLaunch", "StructsLaunch", "address_cells"]
 
 
 class MovableLaunch(ABC):
@@ -87,6 +90,27 @@ class KernelLaunch(MovableLaunch):
         if self._node is None:
             self._node = KernelNode(node)
         self._node.update(graph, self.parameter)
+
+
+class StructsLaunch(MovableLaunch):
+    """A kernel, launched once for each of several structs, which never change.
+
+    Args:
+        cubin: the kernel.
+        structs: its parameters.
+        blocks: thread blocks of each launch.
+        device: the device, on whose current stream it is launched if none is given.
+    """
+
+    def __init__(self, cubin: Cubin, structs: Sequence[ctypes.Structure], blocks: int, device: int) -> None:
+        self._device, self._structs = device, structs  # launches read the structs
+        self._launches = [cubin.launcher(device, (blocks, 1, 1), ctypes.addressof(each)) for each in structs]
+
+    def __call__(self, stream: int | None = None) -> None:
+        if stream is None:
+            stream = torch.cuda.current_stream(self._device).cuda_stream
+        for launch in self._launches:
+            launch(stream)
 
 
 class KernelNode:

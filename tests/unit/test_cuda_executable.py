@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -16,12 +17,13 @@ import torch
 import distgemm
 from distgemm import api
 from distgemm.gemm.cutlass import CutlassProvider
-from distgemm.gemm.flags import WAIT, WRITE, WRITE_DOUBLE, MemOp, flag_ops
+from distgemm.gemm.flags import WAIT, WRITE, WRITE_DOUBLE, FlagOps, MemOp, flag_ops
 from distgemm.gemm.tensors import spec_of
 from distgemm.plan.ops import Gemm, Wait
 from distgemm.runtime.collective import CollectiveExecutable
-from distgemm.runtime.cuda import binding, executable, flag_kernel, memops
+from distgemm.runtime.cuda import binding, discard_kernel, executable, flag_kernel, memops
 from distgemm.runtime.cuda import compile as compilation
+from distgemm.runtime.cuda.discard_kernel import DiscardArguments
 from distgemm.runtime.cuda.executable import CudaExecutable, copied_buffers
 from distgemm.runtime.cuda.lowering.actions import COMM
 from distgemm.runtime.cuda.order import CallOrder
@@ -101,6 +103,46 @@ def test_flag_operations_are_split_into_launches() -> None:
     assert (encoded.phases, list(encoded.ends)[:2]) == (2, [1, 3])
     found = [(op.address, op.value, op.kind) for op in encoded.operations[:3]]
     assert found == [(8, 1, WAIT), (16, 0, WRITE_DOUBLE), (24, 7, WRITE)]
+
+
+class FakeCubin:
+    """Notes launches with what their parameters hold then."""
+
+    def __init__(self, struct: type[ctypes.Structure]) -> None:
+        self.struct, self.launched = struct, list[Any]()
+
+    def launcher(self, device: int, grid: tuple[int, int, int], parameter: int) -> Any:
+        def launch(stream: int) -> None:
+            copied = self.struct.from_buffer_copy(ctypes.string_at(parameter, ctypes.sizeof(self.struct)))
+            self.launched.append((device, grid, copied, stream))
+
+        return launch
+
+
+def test_all_messages_are_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    cubin = FakeCubin(DiscardArguments)
+    monkeypatch.setattr(CutlassProvider, "arch", "90a")
+    monkeypatch.setattr(discard_kernel, "open_cubin", lambda *_: cubin)
+    received = [torch.zeros(1 + number, dtype=torch.bfloat16) for number in range(2 * discard_kernel.MESSAGES + 2)]
+    discard_kernel.bind_discard(48, received, 3)(7)
+    found = []
+    for device, grid, struct, stream in cubin.launched:
+        assert (device, stream, struct.aborted) == (3, 7, 48) and grid == (discard_kernel.BLOCKS, 1, 1)
+        found += [(each.address, each.bytes) for each in struct.messages[: struct.count]]
+    assert len(cubin.launched) == 3 and found == [(each.data_ptr(), each.nbytes) for each in received]
+
+
+def test_each_part_of_flag_operations_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    cubin = FakeCubin(FlagOps)
+    monkeypatch.setattr(CutlassProvider, "arch", "90a")
+    monkeypatch.setattr(flag_kernel, "open_cubin", lambda *_: cubin)
+    ops = [memops.write(8 * number, number) for number in range(flag_kernel.OPERATIONS + 5)]
+    flag_kernel.bind_flag_ops([ops], 1)(9)
+    found = []
+    for device, grid, struct, stream in cubin.launched:
+        assert (device, grid, stream) == (1, (1, 1, 1), 9)
+        found += [(op.address, op.value) for op in struct.operations[: struct.ends[struct.phases - 1]]]
+    assert len(cubin.launched) == 2 and found == [(op.address, op.value) for op in ops]
 
 
 def test_two_flags_are_cleared_at_once() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from distgemm.gemm.cubins import open_cubin
 from distgemm.gemm.cutlass import CutlassProvider
-from distgemm.gemm.launches import MovableLaunch
+from distgemm.gemm.launches import StructsLaunch
 from distgemm.gemm.nvcc import KernelSource
 
 __all__ = ["DiscardArguments", "bind_discard", "discard_source"]
@@ -41,28 +41,7 @@ def discard_source() -> KernelSource:
     return KernelSource("discard", (), CutlassProvider().arch, "discard.cu", ("facts.cuh",))
 
 
-class DiscardLaunch(MovableLaunch):
-    """The kernel with its messages. Calling it with a stream launches it there."""
-
-    def __init__(self, aborted: int, received: Sequence[Tensor], device: int) -> None:
-        cubin = open_cubin(discard_source(), DiscardArguments)
-        parts = [received[start : start + MESSAGES] for start in range(0, len(received), MESSAGES)]
-        self._arguments = [
-            DiscardArguments(
-                aborted, len(part), (_Message * MESSAGES)(*(_Message(one.data_ptr(), one.nbytes) for one in part))
-            )
-            for part in parts
-        ]
-        addresses = map(ctypes.addressof, self._arguments)
-        self._launches = [cubin.launcher(device, (BLOCKS, 1, 1), address) for address in addresses]
-
-    def __call__(self, stream: int | None = None) -> None:
-        assert stream is not None
-        for launch in self._launches:
-            launch(stream)
-
-
-def bind_discard(aborted: int, received: Sequence[Tensor], device: int) -> DiscardLaunch:
+def bind_discard(aborted: int, received: Sequence[Tensor], device: int) -> StructsLaunch:
     """A launch of the kernel.
 
     Args:
@@ -70,4 +49,7 @@ def bind_discard(aborted: int, received: Sequence[Tensor], device: int) -> Disca
         received: contiguous memory of each message, which stays where it is.
         device: this rank's GPU.
     """
-    return DiscardLaunch(aborted, received, device)
+    messages = [_Message(memory.data_ptr(), memory.nbytes) for memory in received]
+    parts = [messages[start : start + MESSAGES] for start in range(0, len(messages), MESSAGES)]
+    structs = [DiscardArguments(aborted, len(part), (_Message * MESSAGES)(*part)) for part in parts]
+    return StructsLaunch(open_cubin(discard_source(), DiscardArguments), structs, BLOCKS, device)

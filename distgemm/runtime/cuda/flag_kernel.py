@@ -6,15 +6,12 @@ takes 0.7 us. The kernel needs a free SM, so it is for plans whose GEMMs run one
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-
-import torch
 
 from distgemm.gemm.cubins import open_cubin
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.flags import OPERATIONS, PHASES, FlagOps, MemOp, flag_ops
-from distgemm.gemm.launches import MovableLaunch
+from distgemm.gemm.launches import StructsLaunch
 from distgemm.gemm.nvcc import KernelSource
 
 __all__ = ["bind_flag_ops", "flag_source"]
@@ -39,23 +36,7 @@ def split_launches(phases: Sequence[Sequence[MemOp]]) -> list[list[list[MemOp]]]
     return launches
 
 
-class FlagLaunch(MovableLaunch):
-    """The kernel with its operations. Calling it with a stream launches it there."""
-
-    def __init__(self, phases: Sequence[Sequence[MemOp]], device: int) -> None:
-        cubin = open_cubin(flag_source(), FlagOps)
-        self._device = device
-        self._arguments = [flag_ops(part) for part in split_launches(phases)]
-        addresses = map(ctypes.addressof, self._arguments)
-        self._launches = [cubin.launcher(device, (1, 1, 1), address) for address in addresses]
-
-    def __call__(self, stream: int | None = None) -> None:
-        if stream is None:
-            stream = torch.cuda.current_stream(self._device).cuda_stream
-        for launch in self._launches:
-            launch(stream)
-
-
-def bind_flag_ops(phases: Sequence[Sequence[MemOp]], device: int) -> FlagLaunch:
+def bind_flag_ops(phases: Sequence[Sequence[MemOp]], device: int) -> StructsLaunch:
     """A launch of the kernel: all operations of a phase at once, the phases one after the other."""
-    return FlagLaunch(phases, device)
+    structs = [flag_ops(part) for part in split_launches(phases)]
+    return StructsLaunch(open_cubin(flag_source(), FlagOps), structs, 1, device)

@@ -194,7 +194,7 @@ def stage_index(world_size: int) -> int:
 
 def first_plan_flag(world_size: int) -> int:
     """The number of flags before the plan's. Flags that are cleared two at once share 8 bytes with no other kind."""
-    return stage_index(world_size) + 4  # stage, exchanged, aborted
+    return stage_index(world_size) + 4  # stage, exchanged, aborted, and an unused one
 
 
 def _even(count: int) -> int:
