@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -167,6 +168,20 @@ def test_blocks_that_split_k(ranks: int, b_major: str, kind: tuple, m: int, n: i
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
 
+def alternate(every: list[RankGemm], epoch: int, draw: Callable[[LocalRanks, int], Calls], exact: bool = False) -> None:
+    """Replay kernels in turn on one workspace, then check the results of all."""
+    there, several, prepared = LocalRanks(every[0], epoch=epoch, others=every[1:]), [], []
+    for seed, gemm in enumerate(every):
+        there.gemm = gemm
+        several.append(draw(there, seed))
+        prepared.append(there.launches(several[-1], gemm))
+    torch.cuda.synchronize()
+    replay_in_turn(there, prepared)
+    for gemm, calls in zip(every, several, strict=True):
+        there.gemm = gemm
+        check(there, calls, exact=exact)
+
+
 @pytest.mark.parametrize("epoch", [1, EPOCHS - 50])
 @pytest.mark.parametrize("kind", SPLIT, ids=str)
 def test_many_replays_where_blocks_split_k(kind: tuple, epoch: int) -> None:
@@ -176,16 +191,7 @@ def test_many_replays_where_blocks_split_k(kind: tuple, epoch: int) -> None:
         RankGemm(traits("ag+gemm", *kind), distances(4), 600, 1544, 264),
         RankGemm(traits("gemm+rs", *KINDS[1]), distances(4), 64, 384, 128),
     ]
-    there, several, prepared = LocalRanks(every[0], epoch=epoch, others=every[1:]), [], []
-    for seed, gemm in enumerate(every):
-        there.gemm = gemm
-        several.append(whole_numbers(there, seed))
-        prepared.append(there.launches(several[-1], gemm))
-    torch.cuda.synchronize()
-    replay_in_turn(there, prepared)
-    for gemm, calls in zip(every, several, strict=True):
-        there.gemm = gemm
-        check(there, calls, exact=True)
+    alternate(every, epoch, whole_numbers, exact=True)
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(384, 512, 320), (200, 328, 136), (1, 136, 64), (72, 8, 1032)])
@@ -370,16 +376,7 @@ def test_many_replays_of_spanned_shards_and_others(epoch: int) -> None:
         RankGemm(traits("gemm+rs", *KINDS[1]), distances(4), 64, 384, 128),
         RankGemm(traits("ag+gemm", *KINDS[1]), distances(4), 200, 384, 128),
     ]
-    there, several, prepared = LocalRanks(every[0], epoch=epoch, others=every[1:]), [], []
-    for seed, gemm in enumerate(every):
-        there.gemm = gemm
-        several.append(drawn(there, seed))
-        prepared.append(there.launches(several[-1], gemm))
-    torch.cuda.synchronize()
-    replay_in_turn(there, prepared)
-    for gemm, calls in zip(every, several, strict=True):
-        there.gemm = gemm
-        check(there, calls)
+    alternate(every, epoch, drawn)
 
 
 @pytest.mark.gpu(2)
