@@ -94,6 +94,7 @@ class Cubin:
         self.facts = read_facts(self._image)
         self.threads, self.shared_bytes = self.number("threads"), self.number("shared_bytes")
         self._functions: dict[int, int] = {}
+        self._max_clusters: dict[int, int] = {}
         self._lock = threading.Lock()
 
     def number(self, name: str) -> int:
@@ -127,6 +128,26 @@ class Cubin:
         except RuntimeError as error:
             raise RuntimeError(f"CUDA could not load kernel {self.name}: {error}") from error
         return int(function)
+
+    def max_clusters(self, device: int, cluster: tuple[int, int]) -> int:
+        """Clusters of the kernel that a device holds at once. GPUs of one kind differ in it: they lack other SMs.
+
+        Args:
+            device: the device; the kernel is loaded there.
+            cluster: the thread blocks of a cluster, as the kernel was compiled.
+
+        Raises:
+            RuntimeError: if the driver does not say it.
+        """
+        if device not in self._max_clusters:
+            config = driver.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ = *cluster, 1
+            config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+            config.sharedMemBytes = self.shared_bytes
+            function = driver.CUfunction(self.load_on(device))
+            with torch.cuda.device(device):
+                (self._max_clusters[device],) = raise_on(driver.cuOccupancyMaxActiveClusters(function, config))
+        return self._max_clusters[device]
 
     def launcher(self, device: int, grid: tuple[int, int, int], parameter: int) -> Callable[[int], None]:
         """A function that launches the kernel on a stream.

@@ -204,7 +204,11 @@ class CutlassKernel:
         self._cubin.load_on(device)
         bound = None
         if spec.m and spec.n and spec.l:
-            parameter, grid = gemm_parameter(self._layout, self._config, arguments)
+            cluster = self._config.cluster
+            # A pair always fits: SMs come in pairs.
+            many = cluster[0] * cluster[1] > 2
+            max_clusters = self._cubin.max_clusters(device, cluster) if many else 0
+            parameter, grid = gemm_parameter(self._layout, self._config, arguments, max_clusters)
             launch = self._cubin.launcher(device, grid, parameter.address)
             bound = BoundKernel(arguments, parameter, launch)
         return CutlassLaunch(self.name, tensors, bound)
