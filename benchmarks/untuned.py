@@ -42,19 +42,18 @@ FINALISTS = 4
 """Tiles that are measured in all orders of tiles, each with its best cluster."""
 WORTH_MEASURING = 1.3
 """Configurations whose time, roughly estimated, is more than so many times the least one are not measured."""
-PAIRS, FOUR = ((2, 1), (1, 2)), ((2, 1), (1, 2), (2, 2))
-MANY = ((2, 1), (1, 2), (2, 2), (4, 1), (4, 2), (2, 4))
+ALONE, PAIRS, FOURS = ((1, 1),), ((2, 1), (1, 2)), ((4, 1), (2, 2))
 FURTHER_TILES = (
-    *(Tile("pingpong", (128, n), MANY, rate=0.0) for n in (64, 80)),
-    *(Tile("pingpong", (128, n), MANY[:4], rate=0.0) for n in (96, 112, 128)),
-    *(Tile("pingpong", (128, n), FOUR, rate=0.0) for n in (144, 160, 192)),
-    *(Tile("pingpong", (64, n), ((1, 1), (2, 1), (4, 1)), rate=0.0) for n in (128, 192, 256)),
-    Tile("cooperative", (128, 80), (*FOUR, (4, 2)), rate=0.0),
-    *(Tile("cooperative", (128, n), FOUR, rate=0.0) for n in (96, 112, 128, 144, 160, 192, 256)),
-    *(Tile("cooperative", (128, n), ((2, 1),), rate=0.0) for n in (176, 208, 224, 240)),
-    *(Tile("cooperative", (256, n), ((1, 2), (2, 2)), rate=0.0) for n in (96, 112)),
-    *(Tile("cooperative", (256, n), FOUR, rate=0.0) for n in (128, 160, 192)),
-    *(Tile("cooperative", (256, n), PAIRS, rate=0.0) for n in (144, 176, 208)),
+    Tile("pingpong", (128, 64), (*ALONE, (2, 1), (4, 1), (4, 2), (2, 4)), rate=0.0),
+    Tile("pingpong", (128, 80), (*ALONE, (2, 1), (4, 1), (4, 2), (2, 4)), rate=0.0),
+    *(Tile("pingpong", (128, n), (*ALONE, *PAIRS, *FOURS), rate=0.0) for n in (96, 112, 128)),
+    *(Tile("pingpong", (128, n), (*ALONE, *PAIRS, (2, 2)), rate=0.0) for n in (144, 160)),
+    Tile("pingpong", (128, 192), (*PAIRS, (2, 2)), rate=0.0),
+    *(Tile("pingpong", (64, n), (*ALONE, (2, 1), (4, 1)), rate=0.0) for n in (128, 192, 256)),
+    *(Tile("cooperative", (128, n), ((2, 1),), rate=0.0) for n in (80, 144, 176, 192, 208, 224, 240)),
+    Tile("cooperative", (128, 80), ((4, 2),), rate=0.0),
+    *(Tile("cooperative", (256, n), ((1, 2),), rate=0.0) for n in (96, 112)),
+    *(Tile("cooperative", (256, n), PAIRS, rate=0.0) for n in (128, 144, 160, 192)),
 )
 """Tiles that are not listed, or with other clusters. They are measured with ``--every``."""
 MAX_FLOP = 2.5e12

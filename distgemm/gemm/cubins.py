@@ -17,7 +17,7 @@ import torch
 from cuda.bindings import driver, runtime
 
 from distgemm.gemm.cuda_errors import raise_on
-from distgemm.gemm.driver import LaunchConfig, error_text, libcuda
+from distgemm.gemm.driver import EARLY, LaunchConfig, error_text, libcuda
 from distgemm.gemm.nvcc import KernelSource, cubin_path
 from distgemm.system import read_regular
 
@@ -93,6 +93,8 @@ class Cubin:
         self._image = read_regular(cubin_path(source))
         self.facts = read_facts(self._image)
         self.threads, self.shared_bytes = self.number("threads"), self.number("shared_bytes")
+        early = "begins_early" in self.facts and self.number("begins_early")
+        self._attributes = (ctypes.addressof(EARLY), 1) if early else (None, 0)
         self._functions: dict[int, int] = {}
         self._max_clusters: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -166,7 +168,7 @@ class Cubin:
 
         def on(stream: int) -> None:
             if (config := configs.get(stream)) is None:
-                made = LaunchConfig(grid, (self.threads, 1, 1), self.shared_bytes, stream)
+                made = LaunchConfig(grid, (self.threads, 1, 1), self.shared_bytes, stream, *self._attributes)
                 config = configs[stream] = made, ctypes.addressof(made)
             error = launch(config[1], function, pointers, None)
             if error == INVALID_CONTEXT and _make_current(device):
