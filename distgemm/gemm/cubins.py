@@ -93,8 +93,7 @@ class Cubin:
         self._image = read_regular(cubin_path(source))
         self.facts = read_facts(self._image)
         self.threads, self.shared_bytes = self.number("threads"), self.number("shared_bytes")
-        early = "begins_early" in self.facts and self.number("begins_early")
-        self._attributes = (ctypes.addressof(EARLY), 1) if early else (None, 0)
+        self._waits = "begins_early" in self.facts and bool(self.number("begins_early"))
         self._functions: dict[int, int] = {}
         self._max_clusters: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -151,24 +150,29 @@ class Cubin:
                 (self._max_clusters[device],) = raise_on(driver.cuOccupancyMaxActiveClusters(function, config))
         return self._max_clusters[device]
 
-    def launcher(self, device: int, grid: tuple[int, int, int], parameter: int) -> Callable[[int], None]:
+    def launcher(
+        self, device: int, grid: tuple[int, int, int], parameter: int, begins_early: bool = False
+    ) -> Callable[[int], None]:
         """A function that launches the kernel on a stream.
 
         Args:
             device: the device; the kernel is loaded there.
             grid: thread blocks along each dimension.
             parameter: address of the kernel's only parameter. A launch copies it.
+            begins_early: whether it may begin while the kernel before it on the stream ends. A kernel that does not
+                wait for that one itself never does.
 
         Raises:
             RuntimeError: the function, if the driver refuses the launch.
         """
         launch, function = libcuda().cuLaunchKernelEx, self.load_on(device)
         pointers = (ctypes.c_void_p * 1)(parameter)
+        attributes = (ctypes.addressof(EARLY), 1) if begins_early and self._waits else (None, 0)
         configs: dict[int, tuple[LaunchConfig, int]] = {}  # one for each stream: threads may launch at the same time
 
         def on(stream: int) -> None:
             if (config := configs.get(stream)) is None:
-                made = LaunchConfig(grid, (self.threads, 1, 1), self.shared_bytes, stream, *self._attributes)
+                made = LaunchConfig(grid, (self.threads, 1, 1), self.shared_bytes, stream, *attributes)
                 config = configs[stream] = made, ctypes.addressof(made)
             error = launch(config[1], function, pointers, None)
             if error == INVALID_CONTEXT and _make_current(device):

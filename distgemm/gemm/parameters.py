@@ -111,7 +111,7 @@ class TileOrder(NamedTuple):
         """
         major, minor = (1, 0) if self.along_n else (0, 1)
         size = self.cluster[0] * self.cluster[1]
-        known = 0 < max_clusters * size <= sm_count
+        known = size > 1 and 0 < max_clusters * size <= sm_count
         at_once = min(max_clusters * size if known else _blocks_at_once(size, sm_count), self.blocks * batches)
         grid = [*self.cluster]
         grid[major] = at_once // self.cluster[minor]

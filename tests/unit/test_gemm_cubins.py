@@ -73,9 +73,11 @@ def test_the_launch_attribute_lies_as_in_cuda() -> None:
     assert ctypes.string_at(first + size, size) == ctypes.string_at(theirs.getPtr(), size)
 
 
-@pytest.mark.parametrize("early", [False, True])
-def test_only_kernels_that_wait_begin_early(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = {"threads": Fact(0, 0, 384), "shared_bytes": Fact(0, 0, 1000), "begins_early": Fact(0, 0, int(early))}
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("waits", [False, True, None])
+def test_only_kernels_that_wait_begin_early(waits: bool | None, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"threads": Fact(0, 0, 384), "shared_bytes": Fact(0, 0, 1000)}
+    facts |= {} if waits is None else {"begins_early": Fact(0, 0, int(waits))}
     monkeypatch.setattr(cubins, "cubin_path", lambda source: source.path)
     monkeypatch.setattr(cubins, "read_facts", lambda image: facts)
     found = Cubin(SOURCE)
@@ -88,8 +90,8 @@ def test_only_kernels_that_wait_begin_early(early: bool, monkeypatch: pytest.Mon
         return 0
 
     monkeypatch.setattr(cubins, "libcuda", lambda: SimpleNamespace(cuLaunchKernelEx=launch))
-    found.launcher(1, (1, 1, 1), 0)(0)
-    assert attributes == [(1, ctypes.addressof(EARLY)) if early else (0, None)]
+    found.launcher(1, (1, 1, 1), 0, asked)(0)
+    assert attributes == [(1, ctypes.addressof(EARLY)) if asked and waits else (0, None)]
 
 
 def test_launches(cubin: Cubin, monkeypatch: pytest.MonkeyPatch) -> None:

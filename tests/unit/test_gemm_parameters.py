@@ -95,7 +95,7 @@ def test_the_grid_holds_whole_clusters(cluster: str, max_clusters: int) -> None:
             size = config.cluster[0] * config.cluster[1]
             assert x % config.cluster[0] == y % config.cluster[1] == 0 and z == 1
             assert 0 < x * y <= min(132, order.blocks * batches)
-            if 0 < max_clusters * size <= 132:
+            if size > 1 and 0 < max_clusters * size <= 132:
                 assert x * y == min(max_clusters * size, order.blocks * batches)
             assert order.blocks % (config.cluster[0] * config.cluster[1]) == 0
             assert order.blocks >= -(-m // 128) * -(-n // 128)
@@ -164,6 +164,7 @@ def compile_both(source: KernelSource, folder: Path) -> Compiled:
     assert functions.distgemm_parameter_size() == facts["size"].value
     # The epilogue takes and puts each value where CUTLASS's own layouts of accumulators and shared memory have it.
     assert functions.distgemm_misplaced() == (0 if "has_source" in facts else -1)
+    assert facts["begins_early"].value == (dict(source.macros)["DG_MMA_K"] != "32")
     return Compiled(ParameterLayout(source.name, facts), functions)
 
 

@@ -53,6 +53,10 @@ are needed"
 
 #include "terms.cuh"
 
+#if DG_BEGINS_EARLY && defined(__CUDA_ARCH__)
+static_assert(cutlass::arch::IsGdcGloballyEnabled, "the kernel does not wait for the one before it");
+#endif
+
 namespace distgemm {
 
 using namespace cute;
