@@ -120,9 +120,10 @@ def drawn(count: int, seed: int = 0) -> list[Shape]:
 def few_tiles(count: int, seed: int = 0) -> list[Shape]:
     """Random shapes that take one to three waves of tiles of 128 x 128, or less than a wave."""
     chance = random.Random(seed)
+    rows = [128 * tiles for tiles in (2, 3, 4, 6, 8, 12, 16, 24, 32)]
     found: list[Shape] = []
     while len(found) < count:
-        m = 128 * chance.choice([2, 3, 4, 6, 8, 12, 16, 24, 32])
+        m = rows[chance.randrange(len(rows))]
         n, k = (64 * round(2 ** chance.uniform(*logs)) for logs in ((3, 7.2), (2.5, 7)))
         if 48 <= -(-m // 128) * -(-n // 128) <= 400:
             found.append(Shape(m, n, k, "few tiles"))

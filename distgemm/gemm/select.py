@@ -14,8 +14,8 @@ tile of a thread block adds where no other tile hides it. A step is an element o
     multiply = tile_m * tile_n / rate,    load = ROW_TIME * rows
 
 The rate of a tile is its share of the throughput of the fastest tile (:mod:`distgemm.gemm.tiles`). The rows are those
-of A and of B that L2 delivers: each cluster reads its rows once for all its blocks. More than ``MERGED_READS`` clusters
-that read the same rows at once cost no more. Clusters that go beyond D take longer, though their loads are fewer. If
+of A and of B that are read from L2: each cluster reads its rows once for all its blocks. More than ``MERGED_READS``
+clusters that read the same rows at once cost no more. Clusters that go beyond D take longer, though their loads are fewer. If
 GEMMs alternate on several streams, waves are not rounded up: the next GEMM fills the last wave. An H100 and an H200
 measured all of this (``docs/measurements.md``). For fp8, loads do not count.
 
@@ -79,7 +79,7 @@ FP8_OVERHEADS: dict[KernelSchedule, int] = {"cooperative": 200, "pingpong": 40, 
 LAST: dict[KernelSchedule, int] = {"cooperative": 0, "pingpong": 179, "plain": 0}
 """Time of the last epilogue of a thread block, in elements of k, where OVERHEADS has that of hidden ones."""
 ROW_TIME = 0.68
-"""Time in which L2 delivers a row of A or B, in that of an element of D of the fastest tile."""
+"""Time in which L2 gives a row of A or B, in that of an element of D of the fastest tile."""
 MERGED_READS = 12
 """So many clusters that read the same rows at once take the time of L2; those beyond find them on the way."""
 CLUSTERS_AT_ONCE = {4: 30, 8: 15}
@@ -179,7 +179,7 @@ def tile_order(spec: GemmSpec, config: GemmConfig, sms: int = SMS) -> GemmConfig
 
 
 def _rows_loaded(spec: GemmSpec, config: GemmConfig, sms: int) -> float:
-    """Rows of A and of B that L2 delivers for a step of all tiles that run at once, in CUTLASS's order of tiles."""
+    """Rows of A and of B that a step of all tiles that run at once reads from L2, in CUTLASS's order of tiles."""
     blocks, *along = _at_once(spec, replace(config, raster="heuristic", swizzle=1), sms)
     readers = [max(1.0, count / size) for count, size in zip(along, config.cluster, strict=True)]
     rows = sum(
