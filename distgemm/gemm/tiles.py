@@ -48,7 +48,7 @@ class Tile(NamedTuple):
 
 
 TILES: tuple[Tile, ...] = (
-    Tile("cooperative", (256, 128), ((2, 1),), rate=0.945),
+    Tile("cooperative", (256, 128), ((1, 2), (2, 1)), rate=0.945),
     Tile("cooperative", (256, 144), ((1, 2),), rate=0.956),
     Tile("cooperative", (256, 160), ((1, 2),), rate=0.963),
     Tile("cooperative", (256, 176), ((1, 2),), rate=0.962),
@@ -62,7 +62,7 @@ TILES: tuple[Tile, ...] = (
     Tile("pingpong", (128, 192), ((2, 1), (1, 2)), rate=0.973),
     Tile("pingpong", (128, 160), ((2, 1), (1, 2), (1, 1)), rate=0.998),
     Tile("pingpong", (128, 144), ((1, 2),), rate=0.897),
-    Tile("pingpong", (128, 128), ((2, 1), (4, 1), (1, 1)), rate=0.954),
+    Tile("pingpong", (128, 128), ((2, 1), (1, 2), (4, 1), (1, 1)), rate=0.954),
     Tile("pingpong", (128, 96), ((2, 1), (4, 1), (1, 1)), rate=0.893),
     Tile("pingpong", (128, 64), ((2, 1), (4, 1), (2, 4)), rate=0.797),
     Tile("pingpong", (64, 192), ((1, 1),), rate=0.878),

@@ -36,7 +36,7 @@ from distgemm.gemm.select import (
     tiles_at_once,
     work,
 )
-from distgemm.gemm.tiles import FP8_TILES, TILES
+from distgemm.gemm.tiles import FP8_TILES, TILES, TMA_TILES
 from distgemm.measure.models import MODELS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -203,6 +203,14 @@ def test_the_selected_tile_is_about_the_fastest(shapes: str, measured: int, of_b
     assert len(slower) >= measured
     assert statistics.geometric_mean(slower) <= of_best
     assert statistics.geometric_mean(faster) >= of_cublas
+
+
+@pytest.mark.parametrize("path", sorted(Path(select.__file__).parent.glob("tuned/*.json")), ids=lambda path: path.stem)
+def test_shipped_configurations_are_of_listed_tiles(path: Path) -> None:
+    """Only those are in the wheel of kernels."""
+    found = [GemmConfig.parse(one["config"]) for one in json.loads(path.read_text())["configs"].values()]
+    assert found
+    assert {(one.tile[:2], one.cluster, one.kernel_schedule) for one in found} <= set(TMA_TILES)
 
 
 # --- measured configurations ----------------------------------------------------------------------------
