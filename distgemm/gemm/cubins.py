@@ -93,7 +93,7 @@ class Cubin:
         self._image = read_regular(cubin_path(source))
         self.facts = read_facts(self._image)
         self.threads, self.shared_bytes = self.number("threads"), self.number("shared_bytes")
-        self._waits = "begins_early" in self.facts and bool(self.number("begins_early"))
+        self._waits = "begins_early" in self.facts
         self._functions: dict[int, int] = {}
         self._max_clusters: dict[int, int] = {}
         self._lock = threading.Lock()

@@ -85,7 +85,7 @@ FP8_TILES: tuple[Tile, ...] = (
     Tile("cooperative", (256, 128), ((1, 2),), rate=0.952, block_rate=0.86),
     Tile("cooperative", (128, 224), ((2, 1),), rate=0.95, block_rate=0.97),
     Tile("cooperative", (128, 160), ((2, 1),), rate=0.942, block_rate=0.983),
-    Tile("cooperative", (128, 96), ((1, 2), (2, 1)), rate=0.849, block_rate=0.826),
+    Tile("cooperative", (128, 96), ((1, 2), (2, 1), (4, 2)), rate=0.849, block_rate=0.826),
     Tile("pingpong", (64, 128), ((1, 1),), rate=0.631, block_rate=0.631),
 )
 """Tiles of kernels for fp8 with TMA. Their rates were fitted to what one H100 measured (``gemm_fp8_h100.json``)."""

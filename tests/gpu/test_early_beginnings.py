@@ -25,6 +25,9 @@ CONFIGS = (
     "256x128x64_2x1_cooperative",
     "128x128x64_2x1_pingpong_direct",
 )
+FP8_CONFIGS = ("128x192x128_2x1_cooperative", "128x96x128_4x2_cooperative", "64x128x128_1x1_pingpong")
+CASES = [(config, terms) for config in CONFIGS for terms in ("none", "added")]
+CASES += [(config, terms) for config in FP8_CONFIGS for terms in ("scales of rows", "scales of blocks")]
 
 
 class Chain:
@@ -33,14 +36,17 @@ class Chain:
     Args:
         config: of the GEMMs.
         early: whether they begin early.
-        added: whether they add a partial sum and a bias.
+        terms: "added": they add a partial sum and a bias. "scales of ...": A and B are in fp8 and do not change, and
+            the scales of A are what the GEMM before has written.
     """
 
-    def __init__(self, config: str, early: bool, added: bool) -> None:
+    def __init__(self, config: str, early: bool, terms: str) -> None:
         chance = torch.Generator("cuda").manual_seed(0)
         made = (torch.randn(SIZE, SIZE, device="cuda", generator=chance) for _ in range(4))
         self.first, self.second, self.third, weight = (one.bfloat16() for one in made)
         self.weight = weight / SIZE**0.5
+        if terms.startswith("scales"):
+            self.first, self.second, self.third = (one.float() for one in (self.first, self.second, self.third))
         self.matrices = [torch.empty_like(self.first) for _ in range(3)]
         self.seen = torch.zeros(SIZE, SIZE, device="cuda")
         self.flags = torch.zeros(2, dtype=torch.int32, device="cuda")
@@ -48,8 +54,14 @@ class Chain:
         self.launches = []
         for number in range(3):
             a, before, d = (self.matrices[(number + offset) % 3] for offset in range(3))
-            terms = {"partial": before, "bias": before[0], "alpha": 0.5} if added else {}
-            tensors = GemmTensors(before if not added else a, self.weight, d, **terms)
+            if terms == "scales of rows":
+                tensors = scaled_rows(before, d)
+            elif terms == "scales of blocks":
+                tensors = scaled_blocks(before, d)
+            elif terms == "added":
+                tensors = GemmTensors(a, self.weight, d, partial=before, bias=before[0], alpha=0.5)
+            else:
+                tensors = GemmTensors(before, self.weight, d)
             self.launches.append(bind(tensors, config=config, begins_early=early))
         assert all(isinstance(launch, KernelLaunch) for launch in self.launches)
 
@@ -95,11 +107,33 @@ class Chain:
         return [one.clone() for one in (*self.matrices, self.seen)]
 
 
-@pytest.mark.parametrize("added", [False, True], ids=["alone", "added"])
-@pytest.mark.parametrize("config", CONFIGS)
-def test_early_beginnings_change_no_bit(config: str, added: bool) -> None:
+def scaled_rows(before: torch.Tensor, d: torch.Tensor) -> GemmTensors:
+    """A GEMM that scales row i of A with element i of the first row of a matrix, and keeps the first element."""
+    chance = torch.Generator("cuda").manual_seed(1)
+    a, b = (torch.randn(SIZE, SIZE, device="cuda", generator=chance).to(torch.float8_e4m3fn) for _ in range(2))
+    alpha = 1 / float(a[0].float() @ b[0].float())
+    return GemmTensors(a, b, d, scale_a=before[0], scale_b=torch.ones(SIZE, device="cuda"), alpha=alpha)
+
+
+def scaled_blocks(before: torch.Tensor, d: torch.Tensor) -> GemmTensors:
+    """A GEMM whose result has the scales of A, the first columns of another matrix, in another order."""
+    blocks = SIZE // 128
+    columns = torch.arange(SIZE, device="cuda")
+    selected = (columns[:, None] + 1) % blocks == torch.arange(blocks, device="cuda")
+    b = selected.float().repeat_interleave(128, 1).to(torch.float8_e4m3fn)
+    return GemmTensors(
+        *(torch.ones_like(b), b, d),
+        scale_a=before[:, :blocks],
+        scale_b=torch.ones(blocks, blocks, device="cuda"),
+        block_rows=(1, 128),
+        alpha=1 / 128,
+    )
+
+
+@pytest.mark.parametrize(("config", "terms"), CASES)
+def test_early_beginnings_change_no_bit(config: str, terms: str) -> None:
     """On streams and in a graph."""
-    late, early = (Chain(config, early, added) for early in (False, True))
+    late, early = (Chain(config, early, terms) for early in (False, True))
     late.start()
     late.put(wait=True)
     wanted = late.results()

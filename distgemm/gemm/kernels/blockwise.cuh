@@ -60,16 +60,17 @@ class ThreadScales {
     }
   }
 
-  // Loads the scales of the next block of columns.
+  // Loads the scales of the next block of columns. The kernel before this one may have written them while this one set
+  // itself up, so they are not read as constants.
   CUTLASS_DEVICE void load() {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kDown * 2; ++i) {
-      next_a_[i / 2][i % 2] = __ldg(a_[i / 2][i % 2]);
+      next_a_[i / 2][i % 2] = *a_[i / 2][i % 2];
       a_[i / 2][i % 2] += step_a_;
     }
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kLoads; ++i) {
-      next_b_[i] = __ldg(b_[i]);
+      next_b_[i] = *b_[i];
       b_[i] += step_b_;
     }
   }
