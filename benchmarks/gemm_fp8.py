@@ -85,7 +85,7 @@ def torch_method(a: Quantized, b: Quantized, name: str) -> Callable[[], torch.Te
     return lambda: functional.scaled_mm(*codes, scale_a, part, scale_b, square, output_dtype=torch.bfloat16)
 
 
-def measure(m: int, n: int, k: int, name: str, rounds: int, swizzles: Sequence[int]) -> dict[str, Any]:
+def measure(m: int, n: int, k: int, name: str, rounds: int, swizzles: Sequence[int], burst_ms: float) -> dict[str, Any]:
     """A row: times of all methods, and why others have none."""
     tensors, a, b = tensors_of(m, n, k, name, "cuda")
     rows = Quantized(a.codes[:CHECKED_ROWS], a.scales[:CHECKED_ROWS], a.scaling)
@@ -110,7 +110,8 @@ def measure(m: int, n: int, k: int, name: str, rounds: int, swizzles: Sequence[i
     methods = {method: launch for method, launch in methods.items() if method not in errors}
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     methods["quantize"] = lambda: fp8.quantize(x, a.scaling)
-    times = dict(zip(methods, time_launches(list(methods.values()), tensors.d.device, rounds=rounds), strict=True))
+    found = time_launches(list(methods.values()), tensors.d.device, rounds=rounds, burst_ms=burst_ms)
+    times = dict(zip(methods, found, strict=True))
     return {
         "m": m,
         "n": n,
@@ -130,6 +131,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8, help="ranks that share a layer")
     parser.add_argument("--scalings", nargs="+", choices=SCALES, default=list(SCALES))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--burst-ms",
+        type=float,
+        default=12.0,
+        help="length of a burst of one method; in shorter ones, the method before decides the clocks (%(default)s)",
+    )
     parser.add_argument(
         "--swizzles", type=int, nargs="+", default=[1], help="widths of stripes of tiles, each measured (%(default)s)"
     )
@@ -159,7 +166,7 @@ def main() -> None:
     for m, n, k, name in track(todo, description="measuring", console=Console(stderr=True)):
         if time.monotonic() > end:
             break
-        rows.append(measure(m, n, k, name, args.rounds, args.swizzles))
+        rows.append(measure(m, n, k, name, args.rounds, args.swizzles, args.burst_ms))
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text(json.dumps(machine | {"rows": rows}, indent=1) + "\n")

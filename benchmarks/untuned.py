@@ -3,6 +3,7 @@
     python benchmarks/untuned.py --json FILE                           48 held-out shapes, chosen against cuBLAS
     python benchmarks/untuned.py --every --json FILE                   the same shapes, each configuration
     python benchmarks/untuned.py --random 80 --every --json FILE       random shapes, each configuration
+    python benchmarks/untuned.py --few 150 --every --json FILE         random shapes with few tiles, each configuration
     python benchmarks/untuned.py --every --build                       compile what any of them needs, and end
 
 Recorded configurations are not read. The held-out shapes are layers of models that no shipped file has: one rank's
@@ -20,6 +21,7 @@ import math
 import random
 import statistics
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,12 +42,18 @@ FINALISTS = 4
 """Tiles that are measured in all orders of tiles, each with its best cluster."""
 WORTH_MEASURING = 1.3
 """Configurations whose time, roughly estimated, is more than so many times the least one are not measured."""
+ALONE, PAIRS, FOURS = ((1, 1),), ((2, 1), (1, 2)), ((4, 1), (2, 2))
 FURTHER_TILES = (
-    *(Tile("cooperative", (256, n), ((1, 2), (2, 1)), rate=0.0) for n in (144, 176, 192, 208)),
-    *(Tile("cooperative", (128, n), ((1, 2), (2, 1)), rate=0.0) for n in (64, 80, 96, 112, 128, 144, 160)),
-    *(Tile("cooperative", (128, n), ((2, 1),), rate=0.0) for n in (176, 208, 240)),
-    *(Tile("pingpong", (128, n), ((2, 1),), rate=0.0) for n in (64, 96, 160, 192)),
-    *(Tile("pingpong", (64, n), ((2, 1),), rate=0.0) for n in (128, 192, 256)),
+    Tile("pingpong", (128, 64), (*ALONE, (2, 1), (4, 1), (4, 2), (2, 4)), rate=0.0),
+    Tile("pingpong", (128, 80), (*ALONE, (2, 1), (4, 1), (4, 2), (2, 4)), rate=0.0),
+    *(Tile("pingpong", (128, n), (*ALONE, *PAIRS, *FOURS), rate=0.0) for n in (96, 112, 128)),
+    *(Tile("pingpong", (128, n), (*ALONE, *PAIRS, (2, 2)), rate=0.0) for n in (144, 160)),
+    Tile("pingpong", (128, 192), (*PAIRS, (2, 2)), rate=0.0),
+    *(Tile("pingpong", (64, n), (*ALONE, (2, 1), (4, 1)), rate=0.0) for n in (128, 192, 256)),
+    *(Tile("cooperative", (128, n), ((2, 1),), rate=0.0) for n in (80, 144, 176, 192, 208, 224, 240)),
+    Tile("cooperative", (128, 80), ((4, 2),), rate=0.0),
+    *(Tile("cooperative", (256, n), ((1, 2),), rate=0.0) for n in (96, 112)),
+    *(Tile("cooperative", (256, n), PAIRS, rate=0.0) for n in (128, 144, 160, 192)),
 )
 """Tiles that are not listed, or with other clusters. They are measured with ``--every``."""
 MAX_FLOP = 2.5e12
@@ -109,6 +117,19 @@ def drawn(count: int, seed: int = 0) -> list[Shape]:
     return found
 
 
+def few_tiles(count: int, seed: int = 0) -> list[Shape]:
+    """Random shapes that take one to three waves of tiles of 128 x 128, or less than a wave."""
+    chance = random.Random(seed)
+    rows = [128 * tiles for tiles in (2, 3, 4, 6, 8, 12, 16, 24, 32)]
+    found: list[Shape] = []
+    while len(found) < count:
+        m = rows[chance.randrange(len(rows))]
+        n, k = (64 * round(2 ** chance.uniform(*logs)) for logs in ((3, 7.2), (2.5, 7)))
+        if 48 <= -(-m // 128) * -(-n // 128) <= 400:
+            found.append(Shape(m, n, k, "few tiles"))
+    return found
+
+
 def default(provider: CutlassProvider, spec: GemmSpec) -> GemmConfig:
     """What is taken where nothing was recorded."""
     return provider.configs(spec)[0]
@@ -120,7 +141,7 @@ def rough_rate(config: GemmConfig) -> float:
     return min(1.0, 0.2 + m * n / (m + n) / 80)
 
 
-def every_config(provider: CutlassProvider, spec: GemmSpec) -> list[GemmConfig]:
+def every_config(provider: CutlassProvider, spec: GemmSpec, worth: float = WORTH_MEASURING) -> list[GemmConfig]:
     """The configurations with listed and further tiles that may be fast, each in one order of tiles."""
     listed = candidates(provider, spec)
     further = (
@@ -129,11 +150,13 @@ def every_config(provider: CutlassProvider, spec: GemmSpec) -> list[GemmConfig]:
         for cluster in tile.clusters
     )
     times = {one: work(spec, one) / rough_rate(one) for one in [*listed, *further]}
-    limit = WORTH_MEASURING * min(times.values())
+    limit = worth * min(times.values())
     return [one for one, time in times.items() if one == listed[0] or time <= limit]
 
 
-def measured(shape: Shape, every: bool, rounds: int, burst_ms: float) -> dict[str, Any]:
+def measured(
+    shape: Shape, every: bool, rounds: int, burst_ms: float, finalists: int = FINALISTS, worth: float = WORTH_MEASURING
+) -> dict[str, Any]:
     """The times of a shape, ms: cuBLAS, the default, and with ``every`` all that could be taken."""
     provider, spec = CutlassProvider(), shape.spec
     a, b = (torch.randn(rows, shape.k, device="cuda").bfloat16() for rows in (shape.m, shape.n))
@@ -146,14 +169,14 @@ def measured(shape: Shape, every: bool, rounds: int, burst_ms: float) -> dict[st
         return dict(zip(["cublas", *map(str, configs)], (round(ms, 6) for ms in found), strict=True))
 
     chosen = default(provider, spec)
-    tiles = every_config(provider, spec) if every else [replace(chosen, raster="heuristic", swizzle=1)]
+    tiles = every_config(provider, spec, worth) if every else [replace(chosen, raster="heuristic", swizzle=1)]
     tiles += [chosen] * (chosen not in tiles)
     found = times(tiles)
-    if every:
+    if every and finalists:
         fastest: dict[tuple[Any, ...], GemmConfig] = {}
         for config in sorted(tiles, key=lambda config: found[str(config)]):
             fastest.setdefault(tile_of(config), config)
-        best = list(fastest.values())[:FINALISTS]
+        best = list(fastest.values())[:finalists]
         orders = [replace(config, raster=raster, swizzle=swizzle) for config in best for raster, swizzle in TILE_ORDERS]
         again = times(best + orders)
         found = again | {
@@ -166,21 +189,31 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--every", action="store_true", help="each configuration, not only the chosen one")
     parser.add_argument("--random", type=int, metavar="N", help="N random shapes instead of the held-out ones")
+    parser.add_argument("--few", type=int, metavar="N", help="N random shapes with few tiles instead")
+    parser.add_argument("--finalists", type=int, default=FINALISTS, help="tiles measured in all orders, with --every")
+    parser.add_argument("--worth", type=float, default=WORTH_MEASURING, help="measure what may take so many times more")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no shape after so many")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--burst-ms", type=float, default=3.0)
     parser.add_argument("--build", action="store_true", help="compile the kernels, and end; it needs no GPU")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to a file")
     args = parser.parse_args()
-    shapes = drawn(args.random) if args.random else held_out()
+    shapes = drawn(args.random) if args.random else few_tiles(args.few) if args.few else held_out()
     provider = CutlassProvider("90a") if args.build else CutlassProvider()
-    wanted = every_config if args.every else lambda provider, spec: [default(provider, spec)]
-    built = [*shapes, *drawn(args.random or 80)] if args.build else shapes
+
+    def wanted(provider: CutlassProvider, spec: GemmSpec) -> list[GemmConfig]:
+        return every_config(provider, spec, args.worth) if args.every else [default(provider, spec)]
+
+    built = [*shapes, *drawn(args.random or 80), *few_tiles(args.few or 150)] if args.build else shapes
     build([kernel_source(shape.spec, one, provider.arch) for shape in built for one in wanted(provider, shape.spec)])
     if args.build:
         return 0
-    rows = []
+    rows: list[dict[str, Any]] = []
+    begin = time.monotonic()
     for shape in track(shapes, description="measuring", console=Console(stderr=True)):
-        row = measured(shape, args.every, args.rounds, args.burst_ms)
+        if time.monotonic() - begin > args.seconds:
+            break
+        row = measured(shape, args.every, args.rounds, args.burst_ms, args.finalists, args.worth)
         rows.append(row)
         ms = row["ms"]
         best = min(ms, key=lambda name: math.inf if name == "cublas" else ms[name])

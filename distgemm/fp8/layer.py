@@ -289,6 +289,8 @@ def linear_over(
             f"a recipe with amax={recipe.amax!r} keeps largest magnitudes between calls: "
             "recipe=distgemm.fp8.LayerState(recipe), one for each layer"
         )
+    if state is not None:
+        state.check_device(x.device)
     found: Tensor = distgemm_fp8_linear.apply(x, w, bias, exchange, recipe, state)  # type: ignore[no-untyped-call]
     return found
 

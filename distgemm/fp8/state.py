@@ -49,6 +49,7 @@ class LayerState(nn.Module):
 
     Args:
         recipe: the layer's recipe.
+        device: where the history is: that of the layer's weight. None: torch's default device.
 
     Attributes:
         recipe: the layer's recipe.
@@ -58,15 +59,29 @@ class LayerState(nn.Module):
 
     history: Tensor
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.recipe = recipe
         if recipe.amax != "current":
             steps = recipe.history if recipe.amax == "delayed" else 1
-            self.register_buffer("history", torch.zeros(len(ROLES), steps))
+            self.register_buffer("history", torch.zeros(len(ROLES), steps, device=device))
         self._seen: dict[Role, Tensor] = {}
         self._started: dict[Role, bool] = {}
         self._weights: tuple[int, dict[bool, Quantized]] = (0, {})
+
+    def reset_parameters(self) -> None:
+        """Empty the history, as after ``to_empty``."""
+        if self.recipe.amax != "current":
+            self.history.zero_()
+        self._started.clear()
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise ValueError if the history is not on the device of the layer's input."""
+        if self.recipe.amax != "current" and self.history.device != device:
+            raise ValueError(
+                f"the history of the LayerState is on {self.history.device}, and the layer's input is on {device}: "
+                "move the state there, LayerState.to(device), or make it there, LayerState(recipe, device)"
+            )
 
     def set(self, *, x: float, w: float, dy: float = 0.0) -> None:
         """Set the largest magnitudes of a "static" recipe.

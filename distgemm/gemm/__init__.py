@@ -40,7 +40,12 @@ __all__ = [
 
 
 def bind(
-    tensors: GemmTensors, *, provider: str | None = None, config: GemmConfig | str | None = None, streams: int = 1
+    tensors: GemmTensors,
+    *,
+    provider: str | None = None,
+    config: GemmConfig | str | None = None,
+    streams: int = 1,
+    begins_early: bool = True,
 ) -> Launch:
     """A launch of a GEMM: its kernel, compiled if need be, with its arguments encoded.
 
@@ -49,6 +54,8 @@ def bind(
         provider: a name of :func:`list_providers`; None: :func:`default_provider`, with ``config`` "cutlass".
         config: the configuration or its text; None: selected for the shape.
         streams: number of streams on which such GEMMs alternate; the selection depends on it.
+        begins_early: whether thread blocks may take SMs while the kernel before them on the stream ends. They wait for
+            it before they read or write memory. False: the SMs stay free for kernels on other streams.
 
     Raises:
         ValueError: if the provider cannot compute it. No other provider is tried.
@@ -61,7 +68,7 @@ def bind(
     check_device(tensors)
     if provider is None:
         provider = default_provider(tensors.d.device, spec.a.dtype) if config is None else "cutlass"
-    return _kernel(spec, provider, config, streams).bind(tensors)
+    return _kernel(spec, provider, config, streams).bind(tensors, begins_early)
 
 
 @lru_cache(maxsize=4096)

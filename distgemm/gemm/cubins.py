@@ -17,7 +17,7 @@ import torch
 from cuda.bindings import driver, runtime
 
 from distgemm.gemm.cuda_errors import raise_on
-from distgemm.gemm.driver import LaunchConfig, error_text, libcuda
+from distgemm.gemm.driver import EARLY, LaunchConfig, error_text, libcuda
 from distgemm.gemm.nvcc import KernelSource, cubin_path
 from distgemm.system import read_regular
 
@@ -93,7 +93,9 @@ class Cubin:
         self._image = read_regular(cubin_path(source))
         self.facts = read_facts(self._image)
         self.threads, self.shared_bytes = self.number("threads"), self.number("shared_bytes")
+        self._waits = "begins_early" in self.facts and bool(self.number("begins_early"))
         self._functions: dict[int, int] = {}
+        self._max_clusters: dict[int, int] = {}
         self._lock = threading.Lock()
 
     def number(self, name: str) -> int:
@@ -128,24 +130,49 @@ class Cubin:
             raise RuntimeError(f"CUDA could not load kernel {self.name}: {error}") from error
         return int(function)
 
-    def launcher(self, device: int, grid: tuple[int, int, int], parameter: int) -> Callable[[int], None]:
+    def max_clusters(self, device: int, cluster: tuple[int, int]) -> int:
+        """Clusters of the kernel that a device holds at once. GPUs of one kind differ in it: they lack other SMs.
+
+        Args:
+            device: the device; the kernel is loaded there.
+            cluster: the thread blocks of a cluster, as the kernel was compiled.
+
+        Raises:
+            RuntimeError: if the driver does not say it.
+        """
+        if device not in self._max_clusters:
+            config = driver.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ = *cluster, 1
+            config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+            config.sharedMemBytes = self.shared_bytes
+            function = driver.CUfunction(self.load_on(device))
+            with torch.cuda.device(device):
+                (self._max_clusters[device],) = raise_on(driver.cuOccupancyMaxActiveClusters(function, config))
+        return self._max_clusters[device]
+
+    def launcher(
+        self, device: int, grid: tuple[int, int, int], parameter: int, begins_early: bool = False
+    ) -> Callable[[int], None]:
         """A function that launches the kernel on a stream.
 
         Args:
             device: the device; the kernel is loaded there.
             grid: thread blocks along each dimension.
             parameter: address of the kernel's only parameter. A launch copies it.
+            begins_early: whether it may begin while the kernel before it on the stream ends. A kernel that does not
+                wait for that one itself never does.
 
         Raises:
             RuntimeError: the function, if the driver refuses the launch.
         """
         launch, function = libcuda().cuLaunchKernelEx, self.load_on(device)
         pointers = (ctypes.c_void_p * 1)(parameter)
+        attributes = (ctypes.addressof(EARLY), 1) if begins_early and self._waits else (None, 0)
         configs: dict[int, tuple[LaunchConfig, int]] = {}  # one for each stream: threads may launch at the same time
 
         def on(stream: int) -> None:
             if (config := configs.get(stream)) is None:
-                made = LaunchConfig(grid, (self.threads, 1, 1), self.shared_bytes, stream)
+                made = LaunchConfig(grid, (self.threads, 1, 1), self.shared_bytes, stream, *attributes)
                 config = configs[stream] = made, ctypes.addressof(made)
             error = launch(config[1], function, pointers, None)
             if error == INVALID_CONTEXT and _make_current(device):

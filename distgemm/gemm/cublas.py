@@ -85,8 +85,8 @@ class CublasKernel:
 
     name = "cublas"
 
-    def bind(self, tensors: GemmTensors) -> CublasLaunch:
-        """A launch with these tensors.
+    def bind(self, tensors: GemmTensors, begins_early: bool = True) -> CublasLaunch:
+        """A launch with these tensors. cuBLAS decides when it begins.
 
         Raises:
             ValueError: if torch cannot compute it.

@@ -191,8 +191,12 @@ class CutlassKernel:
         self._cubin = open_cubin(source)
         self._layout = ParameterLayout(self.name, self._cubin.facts)
 
-    def bind(self, tensors: GemmTensors) -> CutlassLaunch:
+    def bind(self, tensors: GemmTensors, begins_early: bool = True) -> CutlassLaunch:
         """A launch with these tensors.
+
+        Args:
+            tensors: the tensors and numbers.
+            begins_early: see :func:`distgemm.gemm.bind`.
 
         Raises:
             ValueError: for tensors that the kernel was not compiled for.
@@ -204,8 +208,12 @@ class CutlassKernel:
         self._cubin.load_on(device)
         bound = None
         if spec.m and spec.n and spec.l:
-            parameter, grid = gemm_parameter(self._layout, self._config, arguments)
-            launch = self._cubin.launcher(device, grid, parameter.address)
+            cluster = self._config.cluster
+            # A pair always fits: SMs come in pairs.
+            many = cluster[0] * cluster[1] > 2
+            max_clusters = self._cubin.max_clusters(device, cluster) if many else 0
+            parameter, grid = gemm_parameter(self._layout, self._config, arguments, max_clusters)
+            launch = self._cubin.launcher(device, grid, parameter.address, begins_early)
             bound = BoundKernel(arguments, parameter, launch)
         return CutlassLaunch(self.name, tensors, bound)
 

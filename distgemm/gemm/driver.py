@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 
-__all__ = ["LaunchConfig", "error_text", "libcuda"]
+__all__ = ["EARLY", "LaunchAttribute", "LaunchConfig", "error_text", "libcuda"]
 
 _UINT, _POINTER = ctypes.c_uint, ctypes.c_void_p
 SIGNATURES = {
@@ -32,6 +32,17 @@ class LaunchConfig(ctypes.Structure):
         ("attributes", _POINTER),
         ("attribute_count", _UINT),
     )
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute with an integer."""
+
+    _fields_ = (("id", _UINT), ("padding", ctypes.c_char * 4), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+
+
+EARLY = LaunchAttribute(6, b"", 1)
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: the kernel may begin before the kernel in front of it on the
+stream has ended. It waits itself before it touches global memory."""
 
 
 @functools.cache

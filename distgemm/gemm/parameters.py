@@ -101,10 +101,18 @@ class TileOrder(NamedTuple):
     cluster: tuple[int, int]
     along_n: bool
 
-    def grid(self, batches: int, sm_count: int) -> tuple[int, int, int]:
-        """Thread blocks along each dimension: as many as the GPU holds at once, or as there are tiles."""
+    def grid(self, batches: int, sm_count: int, max_clusters: int = 0) -> tuple[int, int, int]:
+        """Thread blocks along each dimension: as many as the GPU holds at once, or as there are tiles.
+
+        Args:
+            batches: number of products.
+            sm_count: SMs to use.
+            max_clusters: clusters that the GPU holds at once; 0, or more than so many SMs hold: a formula says it.
+        """
         major, minor = (1, 0) if self.along_n else (0, 1)
-        at_once = min(_blocks_at_once(self.cluster[0] * self.cluster[1], sm_count), self.blocks * batches)
+        size = self.cluster[0] * self.cluster[1]
+        known = size > 1 and 0 < max_clusters * size <= sm_count
+        at_once = min(max_clusters * size if known else _blocks_at_once(size, sm_count), self.blocks * batches)
         grid = [*self.cluster]
         grid[major] = at_once // self.cluster[minor]
         return grid[0], grid[1], 1
@@ -145,7 +153,11 @@ def order_of_tiles(config: GemmConfig, arguments: Arguments) -> TileOrder:
 
 
 def _blocks_at_once(cluster: int, sm_count: int) -> int:
-    """Thread blocks, in clusters of so many, that a GPU holds at once: a cluster lies in one GPC."""
+    """Thread blocks, in clusters of so many, that a GPU holds at once if all GPCs but one have all their SMs.
+
+    A cluster lies in one GPC. It is CUTLASS's formula, for a GPU that nobody asked. GPUs have other GPCs, so they may
+    hold more or fewer clusters of 4 and 8.
+    """
     full, rest = divmod(sm_count, GPC_SMS) if sm_count >= GPC_SMS else (1, 0)
     return min(full * (GPC_SMS - GPC_SMS % cluster) + rest - rest % cluster, sm_count)
 
@@ -348,7 +360,7 @@ class _Descriptor:
 
 
 def gemm_parameter(
-    layout: ParameterLayout, config: GemmConfig, arguments: Arguments
+    layout: ParameterLayout, config: GemmConfig, arguments: Arguments, max_clusters: int = 0
 ) -> tuple[Parameter, tuple[int, int, int]]:
     """The parameter of a kernel of one GEMM, and the grid.
 
@@ -356,6 +368,7 @@ def gemm_parameter(
         layout: of the parameter.
         config: the kernel's configuration.
         arguments: what the kernel computes. They may change their addresses; see :meth:`Parameter.update`.
+        max_clusters: clusters of the kernel that the GPU holds at once; 0: not known.
 
     Raises:
         DescriptorError: if TMA cannot describe a tensor.
@@ -385,7 +398,7 @@ def gemm_parameter(
     if "mainloop.scales_a" in layout:
         made.copy("mainloop.scales_a", given.scales_a)
         made.copy("mainloop.scales_b", given.scales_b)
-    return made, tiles.grid(given.l, given.sm_count)
+    return made, tiles.grid(given.l, given.sm_count, max_clusters)
 
 
 def _put_problem(parameter: Parameter, config: GemmConfig, arguments: Arguments) -> TileOrder:

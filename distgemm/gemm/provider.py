@@ -75,8 +75,12 @@ class Kernel(Protocol):
 
     name: str
 
-    def bind(self, tensors: GemmTensors) -> Launch:
+    def bind(self, tensors: GemmTensors, begins_early: bool = True) -> Launch:
         """A launch with these tensors; encodes the kernel's arguments.
+
+        Args:
+            tensors: the tensors and numbers.
+            begins_early: see :func:`distgemm.gemm.bind`.
 
         Raises:
             ValueError: for tensors that the kernel was not compiled for.

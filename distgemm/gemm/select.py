@@ -5,12 +5,19 @@ Of configurations that the heuristic finds about equally fast, one whose kernel 
 Measured configurations are read from ``gemm_<device>.json`` in the cache folder, which ``distgemm tune-gemm`` writes,
 and from the file of that name that ships with the package. The heuristic estimates time as
 
-    waves * (k + overhead) * tile_m * tile_n / rate,    waves = ceil(tiles / thread blocks that run at once)
+    (waves * (k + overhead) + last) * step,    waves = ceil(tiles / thread blocks that run at once)
 
-The rate of a tile is its share of the throughput of the fastest tile (:mod:`distgemm.gemm.tiles`); the overhead, in
-elements of k, is the time of a tile besides its main loop. If GEMMs alternate on several streams, waves are not rounded
-up: the next GEMM fills the last wave. Rates and overheads were measured on two H200s (``docs/measurements.md``), except
-those of fp8.
+The overhead, in elements of k, is the time of a tile besides its main loop, and ``last`` what the epilogue of the last
+tile of a thread block adds where no other tile hides it. A step is an element of k of all tiles that run at once:
+
+    step = (multiply^4 + load^4)^(1/4) * tiles / tiles inside of D
+    multiply = tile_m * tile_n / rate,    load = ROW_TIME * rows
+
+The rate of a tile is its share of the throughput of the fastest tile (:mod:`distgemm.gemm.tiles`). The rows are those
+of A and of B that are read from L2: each cluster reads its rows once for all its blocks. More than ``MERGED_READS``
+clusters that read the same rows at once cost no more. Clusters that go beyond D take longer, though their loads are
+fewer. If GEMMs alternate on several streams, waves are not rounded up: the next GEMM fills the last wave. An H100 and
+an H200 measured all of this (``docs/measurements.md``). For fp8, loads do not count.
 
 Tiles that run at once read rows of A and B. Where they have fewer distinct ones in another order of tiles than in
 CUTLASS's own, that order is selected, unless it needs more tiles.
@@ -66,9 +73,17 @@ RATES, FP8_RATES = (
 """Rates of tiles, and those of tiles for fp8, by kernel schedule, m and n."""
 BLOCK_RATES = {(tile.kernel_schedule, *tile.extents): tile.block_rate for tile in FP8_TILES}
 """Rates of tiles for fp8 with scales of blocks."""
-OVERHEADS: dict[KernelSchedule, int] = {"cooperative": 200, "pingpong": 40, "plain": 160}
+OVERHEADS: dict[KernelSchedule, int] = {"cooperative": 292, "pingpong": 34, "plain": 160}
+FP8_OVERHEADS: dict[KernelSchedule, int] = {"cooperative": 200, "pingpong": 40, "plain": 160}
 """Time of a tile besides its main loop, in elements of k."""
-
+LAST: dict[KernelSchedule, int] = {"cooperative": 0, "pingpong": 179, "plain": 0}
+"""Time of the last epilogue of a thread block, in elements of k, where OVERHEADS has that of hidden ones."""
+ROW_TIME = 0.68
+"""Time in which L2 gives a row of A or B, in that of an element of D of the fastest tile."""
+MERGED_READS = 12
+"""So many clusters that read the same rows at once take the time of L2; those beyond find them on the way."""
+CLUSTERS_AT_ONCE = {4: 30, 8: 15}
+"""Clusters of so many thread blocks that an H100 held at once. GPUs of one kind differ in it; all select alike."""
 
 MIN_SAVING = 0.8
 """Another order of tiles is taken if tiles that run at once read at most this share of the rows of A and B."""
@@ -85,16 +100,30 @@ def estimate(spec: GemmSpec, config: GemmConfig, streams: int = 1, sms: int = SM
         streams: number of streams on which such GEMMs alternate.
         sms: number of SMs.
     """
-    rates = BLOCK_RATES if spec.block_rows_a else FP8_RATES if spec.a.dtype in FP8 else RATES
-    return work(spec, config, streams, sms) / rates.get(tile_of(config), UNLISTED_RATE)
+    if spec.a.dtype in FP8:
+        rates = BLOCK_RATES if spec.block_rows_a else FP8_RATES
+        return work(spec, config, streams, sms) / rates.get(tile_of(config), UNLISTED_RATE)
+    tile_m, tile_n, _ = config.tile
+    tiles, at_once = tiles_of(spec, config), tiles_at_once(config, sms)
+    inside = -(-spec.m // tile_m) * -(-spec.n // tile_n) * spec.l
+    if not inside:
+        return 0.0
+    multiply = tile_m * tile_n / RATES.get(tile_of(config), UNLISTED_RATE)
+    load = ROW_TIME * _rows_loaded(spec, config, sms)
+    step: float = (multiply**4 + load**4) ** (1 / 4) * tiles / inside
+    waves = _waves(tiles, at_once, streams)
+    return (waves * (spec.k + OVERHEADS[config.kernel_schedule]) + LAST[config.kernel_schedule]) * step
 
 
 def work(spec: GemmSpec, config: GemmConfig, streams: int = 1, sms: int = SMS) -> float:
-    """The heuristic's time with a rate of 1; see :func:`estimate` for the arguments."""
+    """The time with a rate of 1 where loads do not count; see :func:`estimate` for the arguments."""
     tile_m, tile_n, _ = config.tile
-    tiles, at_once = tiles_of(spec, config), tiles_at_once(config, sms)
-    waves = -(-tiles // at_once) if streams == 1 else max(tiles / at_once, 0.5)
-    return waves * (spec.k + OVERHEADS[config.kernel_schedule]) * tile_m * tile_n
+    waves = _waves(tiles_of(spec, config), tiles_at_once(config, sms), streams)
+    return waves * (spec.k + FP8_OVERHEADS[config.kernel_schedule]) * tile_m * tile_n
+
+
+def _waves(tiles: int, at_once: int, streams: int) -> float:
+    return -(-tiles // at_once) if streams == 1 else max(tiles / at_once, 0.5)
 
 
 def tile_of(config: GemmConfig) -> tuple[KernelSchedule, int, int]:
@@ -114,7 +143,7 @@ def tiles_of(spec: GemmSpec, config: GemmConfig) -> int:
 def tiles_at_once(config: GemmConfig, sms: int) -> int:
     """The number of tiles that so many SMs compute at once: whole clusters, at least one."""
     cluster = config.cluster[0] * config.cluster[1]
-    return max(1, sms // cluster) * cluster
+    return max(1, min(sms // cluster, CLUSTERS_AT_ONCE.get(cluster, sms))) * cluster
 
 
 def order(spec: GemmSpec, configs: list[GemmConfig], streams: int = 1) -> list[GemmConfig]:
@@ -133,19 +162,35 @@ def tile_order(spec: GemmSpec, config: GemmConfig, sms: int = SMS) -> GemmConfig
     """
     if config.kernel_schedule == "plain" or spec.a.dtype in FP8 or not spec.m * spec.n:
         return config
-    blocks, rows = _reads(spec, config, sms)
+
+    def reads(one: GemmConfig) -> tuple[int, float]:
+        blocks, along_m, along_n = _at_once(spec, one, sms)
+        return blocks, along_m * one.tile[0] + along_n * one.tile[1]
+
+    blocks, rows = reads(config)
     found, least = config, MIN_SAVING * rows
     for raster in RASTERS[1:]:
         for swizzle in (1, 2, 4, 8):
             one = replace(config, raster=raster, swizzle=swizzle)
-            needed, rows = _reads(spec, one, sms)
+            needed, rows = reads(one)
             if needed <= blocks and rows < least:
                 found, least = one, rows
     return found
 
 
-def _reads(spec: GemmSpec, config: GemmConfig, sms: int) -> tuple[int, float]:
-    """The number of tiles of a batch, and how many rows of A and B those read that so many SMs compute at once."""
+def _rows_loaded(spec: GemmSpec, config: GemmConfig, sms: int) -> float:
+    """Rows of A and of B that a step of all tiles that run at once reads from L2, in CUTLASS's order of tiles."""
+    blocks, *along = _at_once(spec, replace(config, raster="heuristic", swizzle=1), sms)
+    readers = [max(1.0, count / size) for count, size in zip(along, config.cluster, strict=True)]
+    rows = sum(
+        count * tile * min(of_other, MERGED_READS)
+        for count, tile, of_other in zip(along, config.tile, reversed(readers), strict=False)
+    )
+    return rows * min(spec.l, max(1.0, tiles_at_once(config, sms) / blocks))
+
+
+def _at_once(spec: GemmSpec, config: GemmConfig, sms: int) -> tuple[int, float, float]:
+    """The number of tiles of a batch; how many tiles along m, and how many along n, those cover that run at once."""
     raster, swizzle = RASTERS.index(config.raster), config.swizzle
     tiles = order_of_tiles(config, Arguments(spec.m, spec.n, spec.k, spec.l, raster=raster, swizzle=swizzle))
     major, minor = (1, 0) if tiles.along_n else (0, 1)
@@ -153,7 +198,7 @@ def _reads(spec: GemmSpec, config: GemmConfig, sms: int) -> tuple[int, float]:
     stripe = min(config.cluster[minor] << tiles.fields["log_swizzle_size_"], counts[minor])
     along = min(tiles_at_once(config, sms) / stripe, counts[major])
     across = min(max(stripe, tiles_at_once(config, sms) / along), counts[minor])
-    return tiles.blocks, along * config.tile[major] + across * config.tile[minor]
+    return tiles.blocks, *((across, along) if tiles.along_n else (along, across))
 
 
 def key_of(spec: GemmSpec, streams: int = 1) -> str:

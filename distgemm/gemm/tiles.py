@@ -29,8 +29,9 @@ class Tile(NamedTuple):
         kernel_schedule: how warp groups share a tile.
         extents: elements (m, n). The element type decides the depth (k).
         clusters: thread blocks (m, n) that share TMA loads: the shapes worth trying.
-        rate: throughput on large problems, as a share of the fastest tile's. Fitted to what two H200s measured
-            (``docs/measurements.md``); a first guess only changes the order in which configurations are tried.
+        rate: throughput where loads do not limit it, as a share of the fastest tile's. Fitted to what an H100 and an
+            H200 measured (``docs/measurements.md``); a first guess only changes the order in which configurations are
+            tried.
         block_rate: the same, for operands with scales of blocks.
     """
 
@@ -47,27 +48,25 @@ class Tile(NamedTuple):
 
 
 TILES: tuple[Tile, ...] = (
-    Tile("cooperative", (128, 256), ((2, 1), (1, 2)), rate=0.982),
-    Tile("cooperative", (256, 128), ((1, 2), (2, 1)), rate=0.988),
-    Tile("cooperative", (256, 144), ((1, 2),), rate=0.968),
-    Tile("cooperative", (256, 160), ((1, 2), (2, 1)), rate=1.0),
-    Tile("cooperative", (256, 176), ((1, 2),), rate=0.969),
-    Tile("cooperative", (256, 192), ((2, 1),), rate=0.993),
-    Tile("cooperative", (256, 208), ((2, 1),), rate=0.969),
-    Tile("cooperative", (128, 80), ((2, 1),), rate=0.78),
-    Tile("cooperative", (128, 96), ((2, 1),), rate=0.866),
-    Tile("cooperative", (128, 144), ((2, 1),), rate=0.934),
-    Tile("cooperative", (128, 160), ((1, 2), (2, 1)), rate=0.962),
-    Tile("cooperative", (128, 176), ((2, 1),), rate=0.955),
-    Tile("cooperative", (128, 192), ((2, 1), (1, 2)), rate=0.971),
-    Tile("cooperative", (128, 224), ((2, 1),), rate=0.981),
-    Tile("cooperative", (128, 240), ((2, 1),), rate=0.969),
-    Tile("pingpong", (128, 128), ((2, 1), (1, 2)), rate=0.935),
-    Tile("pingpong", (128, 160), ((2, 1),), rate=0.964),
-    Tile("pingpong", (128, 192), ((2, 1),), rate=0.965),
-    Tile("pingpong", (64, 256), ((1, 1),), rate=0.866),
-    Tile("pingpong", (64, 128), ((1, 1),), rate=0.633),
-    Tile("pingpong", (128, 64), ((2, 1),), rate=0.646),
+    Tile("cooperative", (256, 128), ((1, 2), (2, 1)), rate=0.945),
+    Tile("cooperative", (256, 144), ((1, 2),), rate=0.956),
+    Tile("cooperative", (256, 160), ((1, 2),), rate=0.963),
+    Tile("cooperative", (256, 176), ((1, 2),), rate=0.962),
+    Tile("cooperative", (256, 208), ((2, 1),), rate=0.963),
+    Tile("cooperative", (128, 256), ((1, 2), (2, 1)), rate=0.941),
+    Tile("cooperative", (128, 240), ((2, 1),), rate=0.953),
+    Tile("cooperative", (128, 224), ((2, 1),), rate=0.987),
+    Tile("cooperative", (128, 176), ((2, 1),), rate=0.942),
+    Tile("cooperative", (128, 144), ((2, 1),), rate=1.0),
+    Tile("cooperative", (128, 80), ((4, 2),), rate=0.905),
+    Tile("pingpong", (128, 192), ((2, 1), (1, 2)), rate=0.973),
+    Tile("pingpong", (128, 160), ((2, 1), (1, 2), (1, 1)), rate=0.998),
+    Tile("pingpong", (128, 144), ((1, 2),), rate=0.897),
+    Tile("pingpong", (128, 128), ((2, 1), (1, 2), (4, 1), (1, 1)), rate=0.954),
+    Tile("pingpong", (128, 96), ((2, 1), (4, 1), (1, 1)), rate=0.893),
+    Tile("pingpong", (128, 64), ((2, 1), (4, 1), (2, 4)), rate=0.797),
+    Tile("pingpong", (64, 192), ((1, 1),), rate=0.878),
+    Tile("pingpong", (64, 128), ((1, 1),), rate=0.859),
 )
 """Tiles of kernels with TMA and wgmma. Of configurations with equal estimates, the first listed is taken."""
 

@@ -130,10 +130,10 @@ class ParallelLinear(nn.Module):
         self.ranks, self.rank = ranks.size(), dist.get_rank(ranks)
         self.schedule, self.chunks, self.sequence_dim = schedule, chunks, sequence_dim
         self.m_per_rank = check_tokens(m_per_rank)
-        self.fp8 = None if recipe is None else LayerState(read_recipe("recipe", recipe))
         self._check = GradientCheck(type(self).__name__)
         self.mesh = flat_mesh(group) if isinstance(group, DeviceMesh) else _mesh_of(ranks, device)
         options: dict[str, Any] = {"device": _parameter_device(device, self.mesh), "dtype": dtype}
+        self.fp8 = None if recipe is None else LayerState(read_recipe("recipe", recipe), options["device"])
         for name in ("weight", "bias") if bias else ("weight",):
             whole = torch.empty(self.whole_shape(name), device="meta")
             part = torch.empty(self.part_shape(name), **options)

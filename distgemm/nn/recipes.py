@@ -73,7 +73,7 @@ def use_recipe(model: nn.Module, recipe: fp8.Recipe | str, only: Filter | None =
         else:
             if isinstance(module, nn.Linear) and not hasattr(module, "fp8"):
                 module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
-            give_state(module, fp8.LayerState(recipe))
+            give_state(module, fp8.LayerState(recipe, module.weight.device))
     return found
 
 
@@ -105,7 +105,7 @@ def state_of(recipe: fp8.Recipe | str | None, linear: nn.Linear) -> fp8.LayerSta
     """A state for a Linear: of a recipe, or of the configuration that a Float8Linear of torchao has."""
     if recipe is None and type(linear).__name__ == "Float8Linear":
         recipe = _recipe_of_torchao(linear.config)
-    return None if recipe is None else fp8.LayerState(read_recipe("recipe", recipe))
+    return None if recipe is None else fp8.LayerState(read_recipe("recipe", recipe), linear.weight.device)
 
 
 def share_state(linears: Sequence[nn.Linear], recipe: fp8.Recipe | None) -> None:

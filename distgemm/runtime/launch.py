@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -283,6 +284,7 @@ def _run_rank(rank: int, spec: LaunchSpec) -> None:
     """The main function of a rank's process."""
     # Torch asks the kernel for SIGINT when the parent dies; Python's handler would not run in a blocked call.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    faulthandler.enable()  # a rank that crashes prints where its threads were
     if os.getppid() != spec.parent:
         raise SystemExit("the process that launched this rank is gone")
     try:

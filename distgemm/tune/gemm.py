@@ -105,7 +105,7 @@ def tune(tensors: GemmTensors, streams: int = 1, finalists: int = 3, write: bool
     def run(kernel: Kernel) -> Callable[[], None]:
         if streams == 1:
             return kernel.bind(tensors)
-        launches = [kernel.bind(one) for one in each]
+        launches = [kernel.bind(one, begins_early=False) for one in each]  # as those of executables
         return lambda: alternate(launches, used)
 
     def measure(tried: list[GemmConfig]) -> tuple[dict[GemmConfig, float], float | None]:

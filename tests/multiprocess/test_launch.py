@@ -51,6 +51,13 @@ def _is_killed(folder: str) -> None:
     dist.recv(torch.zeros(1), 1)
 
 
+def _crashes(folder: str) -> None:
+    rank = _note_pid(folder)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    dist.recv(torch.zeros(1), 1)
+
+
 def _leaves(folder: str) -> None:
     rank = _note_pid(folder)
     if rank == 1:
@@ -132,6 +139,11 @@ def test_the_earliest_error_is_raised(
 
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     assert _error(_is_killed, 2, tmp_path) == "rank 1 was killed by signal SIGKILL"
+
+
+def test_a_rank_that_crashes_prints_its_stack(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert _error(_crashes, 2, tmp_path) == "rank 1 was killed by signal SIGSEGV"
+    assert "in _crashes" in capfd.readouterr().err
 
 
 def test_a_rank_that_leaves_is_named(tmp_path: Path) -> None:

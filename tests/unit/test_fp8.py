@@ -215,6 +215,21 @@ def test_delayed_scales_are_those_of_the_steps_before(monkeypatch: pytest.Monkey
     assert float(other.amax("x")) == 2.0  # type: ignore[arg-type]
 
 
+def test_the_history_is_where_the_weight_is() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16, device="meta"))
+    distgemm.nn.use_recipe(model, "tensorwise_delayed")
+    state = model[0].fp8
+    assert isinstance(state, fp8.LayerState)
+    assert state.history.device.type == "meta"
+    with pytest.raises(ValueError, match=r"LayerState is on meta, and the layer's input is on cpu.*LayerState.to"):
+        fp8.linear(torch.ones(2, 16), torch.eye(16), recipe=state)
+    model.to_empty(device="cpu")
+    state.history.fill_(float("nan"))  # as memory may be
+    state.reset_parameters()
+    x = torch.ones(2, 16)
+    assert torch.equal(fp8.linear(x, torch.eye(16), recipe=state), x)
+
+
 def test_static_scales_are_those_that_were_set() -> None:
     recipe = fp8.recipe("tensorwise_static")
     state = fp8.LayerState(recipe)

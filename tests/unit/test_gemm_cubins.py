@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from cuda.bindings import driver
 
 from distgemm.gemm import cubins
 from distgemm.gemm.cubins import Cubin, Fact, open_cubin, read_facts
-from distgemm.gemm.driver import LaunchConfig
+from distgemm.gemm.driver import EARLY, LaunchAttribute, LaunchConfig
 from distgemm.gemm.flags import FlagOps
 from distgemm.gemm.nvcc import KernelSource, command, find_nvcc
 from distgemm.gemm.sums import _Arguments, sum_source  # noqa: PLC2701  (its size is checked)
@@ -57,6 +58,40 @@ def test_the_launch_config_lies_as_in_cuda() -> None:
     size = ctypes.sizeof(LaunchConfig)
     ours = LaunchConfig((1, 2, 3), (10, 20, 30), 4096, 1 << 40)
     assert ctypes.string_at(ctypes.addressof(ours), size) == ctypes.string_at(theirs.getPtr(), size)
+
+
+def test_the_launch_attribute_lies_as_in_cuda() -> None:
+    """It says that a kernel may begin before the one in front of it has ended."""
+    theirs = driver.CUlaunchAttribute()
+    theirs.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    theirs.value.programmaticStreamSerializationAllowed = 1
+    size = ctypes.sizeof(LaunchAttribute)
+    assert ctypes.string_at(ctypes.addressof(EARLY), size) == ctypes.string_at(theirs.getPtr(), size)
+    config = driver.CUlaunchConfig()
+    config.attrs, config.numAttrs = [theirs, theirs], 2
+    first = LaunchConfig.from_address(int(config.getPtr())).attributes
+    assert ctypes.string_at(first + size, size) == ctypes.string_at(theirs.getPtr(), size)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("waits", [False, True, None])
+def test_only_kernels_that_wait_begin_early(waits: bool | None, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"threads": Fact(0, 0, 384), "shared_bytes": Fact(0, 0, 1000)}
+    facts |= {} if waits is None else {"begins_early": Fact(0, 0, int(waits))}
+    monkeypatch.setattr(cubins, "cubin_path", lambda source: source.path)
+    monkeypatch.setattr(cubins, "read_facts", lambda image: facts)
+    found = Cubin(SOURCE)
+    found._functions[1] = 77
+    attributes = list[tuple[int, int | None]]()
+
+    def launch(config: int, *rest: Any) -> int:
+        given = LaunchConfig.from_address(config)
+        attributes.append((given.attribute_count, given.attributes))
+        return 0
+
+    monkeypatch.setattr(cubins, "libcuda", lambda: SimpleNamespace(cuLaunchKernelEx=launch))
+    found.launcher(1, (1, 1, 1), 0, asked)(0)
+    assert attributes == [(1, ctypes.addressof(EARLY)) if asked and waits else (0, None)]
 
 
 def test_launches(cubin: Cubin, monkeypatch: pytest.MonkeyPatch) -> None:

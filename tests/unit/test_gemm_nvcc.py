@@ -11,6 +11,7 @@ import pytest
 from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec
 from distgemm.gemm.cutlass import kernel_source
 from distgemm.gemm.nvcc import SERIALISED, command, find_nvcc
+from tests.unit.sass import main_loop
 
 MATRIX = MatrixSpec("bfloat16", 256, 256)
 PRODUCT = GemmSpec(MATRIX, MATRIX, MATRIX)
@@ -72,6 +73,11 @@ def test_a_kernel_has_its_instructions(name: str, tmp_path: Path) -> None:
     # TMA loads A and B, and stores D.
     assert ("cp.async.bulk.tensor.3d.shared::cluster.global" in ptx) is with_tma
     assert ("cp.async.bulk.tensor.3d.global.shared::cta" in ptx) is with_tma
+    if with_tma:
+        # Descriptors of shared memory stay in uniform registers. If ptxas cannot prove that the lanes of a warp agree,
+        # it copies four registers before each wgmma, and the warps that issue them become the limit of fp8 kernels.
+        loop = main_loop(tmp_path / "kernel.cubin")
+        assert loop.count("R2UR") < sum(name.endswith("GMMA") for name in loop)
 
 
 def test_lambdas_capture_no_structured_bindings() -> None:

@@ -83,16 +83,20 @@ def test_a_division_is_exact() -> None:
             assert high >> shift == x // divisor, (x, divisor)
 
 
-@pytest.mark.parametrize("cluster", ["1x1", "2x1", "1x2", "2x2", "1x4"])
-def test_the_grid_holds_whole_clusters(cluster: str) -> None:
+@pytest.mark.parametrize("cluster", ["1x1", "2x1", "1x2", "2x2", "1x4", "4x2"])
+@pytest.mark.parametrize("max_clusters", [0, 1, 15, 16, 32, 66, 132])
+def test_the_grid_holds_whole_clusters(cluster: str, max_clusters: int) -> None:
     for raster in range(3):
         for m, n, batches, swizzle in ((100, 5000, 1, 1), (4096, 4096, 3, 8), (64, 64, 1, 2)):
             config = GemmConfig.parse(f"128x128x64_{cluster}_pingpong")
             given = Arguments(m, n, 64, batches, sm_count=132, raster=raster, swizzle=swizzle)
             order = order_of_tiles(config, given)
-            x, y, z = order.grid(batches, 132)
+            x, y, z = order.grid(batches, 132, max_clusters)
+            size = config.cluster[0] * config.cluster[1]
             assert x % config.cluster[0] == y % config.cluster[1] == 0 and z == 1
             assert 0 < x * y <= min(132, order.blocks * batches)
+            if size > 1 and 0 < max_clusters * size <= 132:
+                assert x * y == min(max_clusters * size, order.blocks * batches)
             assert order.blocks % (config.cluster[0] * config.cluster[1]) == 0
             assert order.blocks >= -(-m // 128) * -(-n // 128)
 
@@ -160,10 +164,13 @@ def compile_both(source: KernelSource, folder: Path) -> Compiled:
     assert functions.distgemm_parameter_size() == facts["size"].value
     # The epilogue takes and puts each value where CUTLASS's own layouts of accumulators and shared memory have it.
     assert functions.distgemm_misplaced() == (0 if "has_source" in facts else -1)
+    assert facts["begins_early"].value == (dict(source.macros)["DG_MMA_K"] != "32")
     return Compiled(ParameterLayout(source.name, facts), functions)
 
 
-def compare(compiled: Compiled, given: ctypes.Structure, made: tuple[Parameter, tuple[int, int, int]]) -> None:
+def compare(
+    compiled: Compiled, given: ctypes.Structure, made: tuple[Parameter, tuple[int, int, int]], max_clusters: int
+) -> None:
     """The parameter and the grid are CUTLASS's, also after all addresses have changed."""
     layout, (parameter, grid) = compiled.layout, made
     buffer = ctypes.create_string_buffer(layout.size + layout.alignment)
@@ -171,7 +178,9 @@ def compare(compiled: Compiled, given: ctypes.Structure, made: tuple[Parameter, 
     for _ in range(2):
         wanted, wanted_grid = [], (ctypes.c_uint32 * 3)()
         for padding in (0, 255):
-            compiled.functions.distgemm_parameter(ctypes.byref(given), ctypes.c_void_p(address), wanted_grid, padding)
+            compiled.functions.distgemm_parameter(
+                ctypes.byref(given), ctypes.c_void_p(address), wanted_grid, padding, max_clusters
+            )
             wanted.append(ctypes.string_at(address, layout.size))
             assert grid == tuple(wanted_grid)
         found = ctypes.string_at(parameter.address, layout.size)
@@ -221,6 +230,7 @@ ONE_GEMM: list[tuple[Any, ...]] = [
     ("128x256x64_2x1_cooperative_swizzle_8", "bfloat16", "bfloat16", "cr", False),
     ("256x128x64_2x2_cooperative_raster_n", "bfloat16", "float16", "cc", False),
     ("128x64x64_1x4_cooperative", "bfloat16", "float32", "rr", True),
+    ("128x80x64_4x2_pingpong", "bfloat16", "bfloat16", "rr", False),
     ("128x128x128_2x1_cooperative_share_2", "float8_e4m3fn", "bfloat16", "rr", True),
     ("128x96x32_1x2_pingpong", "tfloat32", "float32", "cr", False),
     ("128x80x64_2x1_pingpong_direct", "bfloat16", "bfloat16", "rr", False),
@@ -246,7 +256,9 @@ def test_the_parameter_of_one_gemm_is_cutlass_s(case: tuple[Any, ...], tmp_path:
         source = kernel_source(spec, config, "90a")
         compiled = compiled or compile_both(source, tmp_path)
         given = arguments_of(tensors, spec, source, config, PROVIDER)
-        compare(compiled, given, gemm_parameter(compiled.layout, config, given))
+        at_most = 132 // (config.cluster[0] * config.cluster[1])
+        (max_clusters,) = drawn.sample([0, at_most, drawn.randrange(1, 132)], 1)
+        compare(compiled, given, gemm_parameter(compiled.layout, config, given, max_clusters), max_clusters)
 
 
 @pytest.mark.usefixtures("driver")

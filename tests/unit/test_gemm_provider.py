@@ -56,7 +56,7 @@ def test_a_gemm_takes_the_default_provider(monkeypatch: pytest.MonkeyPatch) -> N
             asked.append(name)
 
         def compile(self, *_: object) -> Any:
-            return type("Kernel", (), {"bind": lambda self, tensors: lambda: None})()
+            return type("Kernel", (), {"bind": lambda self, tensors, begins_early: lambda: None})()
 
     monkeypatch.setattr(gemm, "get_provider", Provider)
     monkeypatch.setattr(gemm, "default_provider", lambda device, dtype: "cublas")

@@ -51,7 +51,7 @@ struct Subtile {
 
 // A collective epilogue, as CUTLASS's kernels expect it.
 class TmaEpilogue {
-  static constexpr int kSecondGroupBarrier = 2;
+  static constexpr int kFirstGroupBarrier = 2;
   static constexpr bool kPingpong = DG_SCHEDULE == DG_PINGPONG;
   // The two warp groups of a cooperative kernel for fp8 do not wait for each other in the main loop. So each stores its
   // own rows, when it is ready.
@@ -271,8 +271,8 @@ class TmaEpilogue {
   }
 
   CUTLASS_DEVICE static void synchronize_(int group) {
-    if (kSplits && group) {
-      cutlass::arch::NamedBarrier::sync(128, kSecondGroupBarrier);
+    if constexpr (kSplits) {
+      cutlass::arch::NamedBarrier::sync(128, kFirstGroupBarrier + group);
     } else {
       cutlass::arch::NamedBarrier::sync(
           kHeight * 2, cutlass::arch::ReservedNamedBarriers::EpilogueBarrier);  // 16 rows for each warp
@@ -391,6 +391,9 @@ class TmaEpilogue {
       }
     }
     if constexpr (kDelays) send(kDown - 1, kAcross - 1);
+    // Behind this barrier ptxas knows that the lanes of a warp are at the same place. Otherwise it does not keep
+    // descriptors of shared memory in uniform registers, and copies them before each wgmma of the main loop.
+    if (kSplits) synchronize_(group);
     return make_tuple(load_state, store_state);
   }
 

@@ -11,6 +11,13 @@
 #define DG_TMA 0          // results are stored through shared memory and TMA
 #define DG_DIRECT 1       // results are stored from registers, element by element: any alignment
 
+// Blocks may begin while the kernel before them on the stream ends: CUTLASS's loading warps then wait until it has ended
+// (griddepcontrol.wait), and no other warp touches global memory before a load has come. For fp8, others read scales.
+#define DG_BEGINS_EARLY (DG_MMA_K != 32)
+#if DG_BEGINS_EARLY
+#define CUTLASS_ENABLE_GDC_FOR_SM90 1
+#endif
+
 #include <cstdint>
 #include <type_traits>
 
@@ -45,6 +52,10 @@ are needed"
 #endif
 
 #include "terms.cuh"
+
+#if DG_BEGINS_EARLY && defined(__CUDA_ARCH__)
+static_assert(cutlass::arch::IsGdcGloballyEnabled, "the kernel does not wait for the one before it");
+#endif
 
 namespace distgemm {
 

@@ -94,6 +94,7 @@ constexpr TmaBox box_d = TmaBox::of(Epilogue::Result{});
 #pragma nv_diag_suppress 1427
 DG_FACTS{
     DG_KERNEL(Kernel::MaxThreadsPerBlock, Kernel::SharedStorageSize),
+    DG_NUMBER("begins_early", DG_BEGINS_EARLY),
     DG_FIELD(problem_shape),
 #if DG_EPILOGUE == DG_TMA
     DG_NUMBER("has_source", has_source),

@@ -328,7 +328,14 @@ class Binding:
     def _gemm(self, op: Gemm) -> list[MovableLaunch]:
         tensors, rest = self.gemm_tensors(op)
         execution = self.binder.execution
-        bound = bind_gemm(tensors, provider=self.binder.provider, config=self.config, streams=execution.gemm_streams)
+        # Sums and signals of other streams need the SMs between two GEMMs, so the second one does not begin early.
+        bound = bind_gemm(
+            tensors,
+            provider=self.binder.provider,
+            config=self.config,
+            streams=execution.gemm_streams,
+            begins_early=False,
+        )
         launches = [bound if isinstance(bound, MovableLaunch) else FixedLaunch(bound, tensors)]
         if rest is not None:
             launches.append(bind_sum([tensors.d, *rest.sums], tensors.d, c=rest.c, beta=self.call.beta, bias=rest.bias))

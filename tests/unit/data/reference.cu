@@ -194,7 +194,11 @@ void set(Params& params, void const* from) {
   params.scheduler = tile_order(given, params.hw_info);
 }
 
-dim3 grid(Params const& params) { return Kernel::get_grid_shape(params); }
+// max_clusters: how many the GPU holds at once, as cudaOccupancyMaxActiveClusters says it; 0: not known.
+dim3 grid(Params params, int max_clusters) {
+  params.hw_info.max_active_clusters = max_clusters;
+  return Kernel::get_grid_shape(params);
+}
 
 }  // namespace distgemm
 
@@ -209,12 +213,12 @@ __attribute__((noinline)) void scribble(int value) {
 
 // Writes the parameter, with a Recorded for each descriptor, and the grid. Padding may be anything: what differs between
 // two values of `padding` is padding.
-extern "C" void distgemm_parameter(void const* given, void* out, uint32_t* grid, int padding) {
+extern "C" void distgemm_parameter(void const* given, void* out, uint32_t* grid, int padding, int max_clusters) {
   std::memset(out, padding, sizeof(distgemm::Params));
   scribble(padding);
   auto* const params = new (out) distgemm::Params;
   distgemm::set(*params, given);
-  dim3 const found = distgemm::grid(*params);
+  dim3 const found = distgemm::grid(*params, max_clusters);
   grid[0] = found.x;
   grid[1] = found.y;
   grid[2] = found.z;
