@@ -975,8 +975,8 @@ class Kernel {
   }
 
   // ptxas keeps descriptors of shared memory in uniform registers, from which wgmmas take them, if it can prove that all
-  // lanes of a warp have the same values and take the same branches. Otherwise each wgmma needs four more instructions,
-  // which copy its descriptors. So nothing here that decides where a warp goes, or which descriptors it has, comes from
+  // lanes of a warp have the same values and take the same branches. Otherwise up to four more instructions copy the
+  // descriptors of each wgmma. So nothing here that decides where a warp goes, or which descriptors it has, comes from
   // the thread's index or from shared memory; ptxas knows that lanes agree on what __shfl_sync returns.
   CUTE_DEVICE void multiply_(uint32_t warp) {
     int const thread = threadIdx.x % kWarpGroupThreads, group = warp / 4 - 1;
