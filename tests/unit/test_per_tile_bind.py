@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from distgemm.gemm.cubins import open_cubin
+from distgemm.gemm.nvcc import cubin_path
 from distgemm.gemm.per_tile.bind import RankGemm, Space
 from distgemm.gemm.per_tile.kernel import KernelTraits
 from distgemm.gemm.per_tile.order import TileOrder
 from distgemm.gemm.per_tile.params import CONTROL_BYTES, Control, Order, Params
+from tests.unit.sass import main_loop
 
 GATHER = KernelTraits("ag+gemm", (128, 256), (2, 1), sends=True, epilogue_stages=1)
 SPLIT = KernelTraits("ag+gemm", (64, 64), (2, 2), True, sends=True, epilogue_stages=1, split=4)
@@ -164,10 +166,12 @@ def test_the_struct_of_an_order() -> None:
     ids=lambda traits: traits.name,
 )
 def test_kernels_compile(traits: KernelTraits) -> None:
-    """ptxas serialises no wgmma, and the kernel has the parameters that Python passes."""
+    """ptxas serialises no wgmma, copies no descriptor, and the kernel has the parameters that Python passes."""
     cubin = open_cubin(traits.source(), Params)
     assert cubin.threads == 384
     assert cubin.shared_bytes <= 227 << 10
+    # wgmmas take descriptors from uniform registers. ptxas keeps them there if it can prove that lanes agree.
+    assert "R2UR" not in main_loop(cubin_path(traits.source()))
     control = [cubin.number(name) for name in ("control.dead", "control.begun", "control")]
     assert control == [Control.dead.offset, Control.begun.offset, CONTROL_BYTES]
     fields = {name: fact for name, fact in cubin.facts.items() if fact.size}

@@ -337,6 +337,13 @@ struct Tickets {
     ++uses.count;
     return ticket;
   }
+  // The same, where all lanes of a warp call it. They read equal tickets. ptxas knows that they are equal only if lane 0
+  // gives its ticket to the others. multiply_ has the reason.
+  CUTE_DEVICE Ticket next_of_warp() {
+    Ticket const ticket = next();
+    auto const of_first = [](auto value) { return __shfl_sync(0xffffffff, value, 0); };
+    return {{of_first(ticket.clock.word)}, of_first(ticket.place), of_first(ticket.block)};
+  }
 };
 
 // A tile of this block; or all that it multiplies, which is a tile unless k is split.
@@ -394,7 +401,7 @@ class Kernel {
       if (warp == 3 && lane() == 0 && finishes_()) store_();
     } else {
       cutlass::arch::warpgroup_reg_alloc<kMultiplyRegisters>();
-      multiply_(warp / 4 - 1);
+      multiply_(warp);
     }
     __syncwarp();
     __syncthreads();
@@ -967,10 +974,15 @@ class Kernel {
     }
   }
 
-  CUTE_DEVICE void multiply_(int group) {
-    int const thread = threadIdx.x % kWarpGroupThreads;
+  // ptxas keeps descriptors of shared memory in uniform registers, from which wgmmas take them, if it can prove that all
+  // lanes of a warp have the same values and take the same branches. Otherwise up to four more instructions copy the
+  // descriptors of each wgmma. So nothing here that decides where a warp goes, or which descriptors it has, comes from
+  // the thread's index or from shared memory; ptxas knows that lanes agree on what __shfl_sync returns.
+  CUTE_DEVICE void multiply_(uint32_t warp) {
+    int const thread = threadIdx.x % kWarpGroupThreads, group = warp / 4 - 1;
+    bool const leads_group = warp % 4 == 0;
     Mma mma;
-    int const of_parts = kPingpong ? thread : group * kWarpGroupThreads + thread;
+    int const of_parts = kPingpong ? 0 : group * kWarpGroupThreads;  // descriptors are those of a whole warp group
     auto const slice = mma.get_slice(of_parts);
     Tensor a = slice.make_fragment_A(slice.partition_A(make_tensor(
         make_smem_ptr(reinterpret_cast<Element*>(storage_.a)), stages_<DG_A_K_MAJOR, kBlockM>())));
@@ -985,14 +997,14 @@ class Kernel {
     Uses<kEpilogueStages> uses;
     if (kPingpong && group == 1) turn_arrive_(0);
     uint32_t number = 0;
-    for (Ticket ticket = tickets.next(); exists_(ticket); ticket = tickets.next(), ++number) {
+    for (Ticket ticket = tickets.next_of_warp(); exists_(ticket); ticket = tickets.next_of_warp(), ++number) {
       if (kPingpong && int(number % kWarpGroups) != group) {
         stage.advance(depth_);
         continue;
       }
       Tile const product = product_(ticket);
       // Each column of tiles reads all of A. They take turns to hand out their rows of it, stage by stage.
-      bool const hands_out = kHandsOut && params_.gathered_at && (kPingpong || group == 0) && thread < 32;
+      bool const hands_out = kHandsOut && params_.gathered_at && (kPingpong || group == 0) && leads_group;
       uint32_t next_handed_out = product.column;
       if (kHandsOut && hands_out && mute_) spoil_gathered_(product);
       if constexpr (kPingpong) turn_wait_(group);
