@@ -119,7 +119,6 @@ def measure(m: int, n: int, k: int, name: str, rounds: int, swizzles: Sequence[i
         "scaling": name,
         "default": str(configs[0]),
         "ms": {method: round(ms, 5) for method, ms in times.items()},
-        "tflops": {method: round(2 * m * n * k / ms / 1e9, 1) for method, ms in times.items() if method != "quantize"},
         "errors": errors,
     }
 
@@ -246,6 +245,7 @@ def kept(path: Path | None, machine: dict[str, Any]) -> list[dict[str, Any]]:
         return []
     found: dict[str, Any] = json.loads(path.read_text())
     rows: list[dict[str, Any]] = found.pop("rows")
+    found.pop("command", None)
     if found != machine:
         raise ValueError(f"{path} was measured with {found}, and this is {machine}: name another file")
     return rows
@@ -257,9 +257,11 @@ def report(rows: list[dict[str, Any]]) -> None:
     table = Table(*columns, caption="TFLOP/s, and us to quantize A")
     ratios: dict[str, list[float]] = {}
     for row in rows:
-        rates = {config: rate for config, rate in row["tflops"].items() if config != "torch"}
+        flop = 2 * row["m"] * row["n"] * row["k"]
+        rates = {method: flop / ms / 1e9 for method, ms in row["ms"].items() if method != "quantize"}
+        theirs = rates.pop("torch", None)
         best = max(rates, key=rates.__getitem__, default="")
-        theirs, figures = row["tflops"].get("torch"), [rates.get(row["default"]), rates.get(best)]
+        figures = [rates.get(row["default"]), rates.get(best)]
         if theirs and best:
             ratios.setdefault(row["scaling"], []).append(rates[best] / theirs)
         ratio = f"{rates[best] / theirs:.2f}" if theirs and best else ""

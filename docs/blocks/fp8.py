@@ -60,8 +60,6 @@ def fp8_gemms() -> str:
             cells = [gpu, scaling]
             for ratios in (selected, best):
                 least = min(ratios, key=ratios.__getitem__)
-                # What selects tiles does not fit the older kernels.
-                found_cells = [f"{geometric_mean(ratios.values()):.3f}", f"{ratios[least]:.3f} ({least})"]
-                cells += ["", ""] if gpu == "H200" and ratios is selected else found_cells
+                cells += [f"{geometric_mean(ratios.values()):.3f}", f"{ratios[least]:.3f} ({least})"]
             rows.append([*cells, str(len(best))])
     return rows_of("GPU | scales | selected tile: mean | least | best tile: mean | least | shapes", rows)

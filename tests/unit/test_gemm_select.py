@@ -182,7 +182,7 @@ def test_the_selected_tile_for_fp8_is_about_the_fastest(scaling: str, shapes: in
     rows = json.loads((BENCHMARKS / "results" / "gemm_fp8_h100.json").read_text())["rows"]
     slower = [excess(row) for row in rows if row["scaling"] == scaling]
     assert len(slower) == shapes
-    assert statistics.geometric_mean(slower) <= 1.02
+    assert statistics.geometric_mean(slower) <= 1.025
 
 
 @pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="a source archive has no benchmarks/")
