@@ -28,7 +28,8 @@ SHARED_BYTES = 227 << 10
 RESERVED_BYTES = 2 << 10
 """Of these, for the alignment and for barriers."""
 CLUSTERED_SMS = 128
-"""SMs of a GPU that clusters of 4 and of 8 thread blocks occupy: a GPC has 16 or 18."""
+"""SMs of a GPU that clusters of 4 and of 8 thread blocks occupy at most: a GPC has 16 or 18. Some GPUs have GPCs with
+fewer, and one H100 held 120 such blocks. There the last clusters begin when others have ended."""
 GROUPS = 2
 """Warp groups that multiply."""
 SUBTILE_ROWS = 64
@@ -167,7 +168,7 @@ class KernelTraits:
         return max(self.tiles, self.split)
 
     def clusters_on(self, sms: int) -> int:
-        """Clusters that are launched on so many SMs, so that all run at a time."""
+        """Clusters that are launched on so many SMs. If GPCs have as many SMs as expected, all run at a time."""
         return (sms if self.blocks <= 2 else min(sms, CLUSTERED_SMS)) // self.blocks
 
     @property
