@@ -275,6 +275,7 @@ PLAN = TunedConfig("plan", "reduce_scatter_1d_pairwise_a", (("chunks", 2),), Exe
 OTHER = dataclasses.replace(PLAN, execution=ExecutionConfig("cublas"))
 LARGE = GemmProblem(1024, 1024, 1024)
 TILES = GemmConfig.parse("64x128x64_1x1_pingpong")
+OTHER_TILES = GemmConfig.parse("128x64x64_2x1_pingpong")
 
 
 def own_cache(folder: str, name: str) -> Path:
@@ -540,9 +541,7 @@ def kernels(folder: str) -> dict[str, Any]:
         mock.patch.object(CutlassProvider, "arch", "90a"),
         mock.patch("distgemm.tune.search.shortlist", return_value=tried),
         only_cutlass(),
-        mock.patch.object(
-            gemm_tuning, "candidates", lambda provider, spec, streams: provider.configs(spec, streams)[:2]
-        ),
+        mock.patch.object(gemm_tuning, "candidates", return_value=[TILES, OTHER_TILES]),
         mock.patch.object(gemm_tuning, "tune", measured),
         mock.patch("distgemm.tune.search.build_together", lambda *arguments, background: built.append(arguments)),
         Bench(lambda name: 1.0),
