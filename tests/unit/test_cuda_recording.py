@@ -56,7 +56,8 @@ def structs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches with the structs that real kernels get, and graphs that nobody launches."""
     record_launches(monkeypatch)
 
-    def bind_gemm(t: GemmTensors, **_: Any) -> StructLaunch:
+    def bind_gemm(t: GemmTensors, *, begins_early: bool, **_: Any) -> StructLaunch:
+        assert not begins_early, "sums and signals of other streams need SMs between two GEMMs"
         found = Arguments(terms=Terms(t.alpha, aux_scale=t.beta))
         for name, tensor in {"a": t.a, "b": t.b, "d": t.d, "source": t.partial, "aux": t.c}.items():
             place = found.terms if name == "aux" else found
