@@ -29,7 +29,7 @@ RESERVED_BYTES = 2 << 10
 """Of these, for the alignment and for barriers."""
 CLUSTERED_SMS = 128
 """SMs of a GPU that clusters of 4 and of 8 thread blocks occupy at most: a GPC has 16 or 18. Some GPUs have GPCs with
-fewer, and one H100 held 120 such blocks. There the last clusters begin when others have ended."""
+fewer: one H100 holds 120 such blocks."""
 GROUPS = 2
 """Warp groups that multiply."""
 SUBTILE_ROWS = 64
@@ -168,7 +168,7 @@ class KernelTraits:
         return max(self.tiles, self.split)
 
     def clusters_on(self, sms: int) -> int:
-        """Clusters that are launched on so many SMs. If GPCs have as many SMs as expected, all run at a time."""
+        """Clusters that run at a time on so many SMs, if GPCs have as many SMs as expected."""
         return (sms if self.blocks <= 2 else min(sms, CLUSTERED_SMS)) // self.blocks
 
     @property
@@ -263,10 +263,11 @@ class Launch:
 
     def __init__(self, traits: KernelTraits, params: Params, blocks: int, device: int) -> None:
         self.params, self._device = params, device
-        grid = (traits.clusters_on(blocks) * traits.blocks, 1, 1)
-        self._launch: Callable[[int], None] = open_cubin(traits.source(), Params).launcher(
-            device, grid, ctypes.addressof(params)
-        )
+        cubin, clusters = open_cubin(traits.source(), Params), traits.clusters_on(blocks)
+        if traits.blocks > 2:  # a pair always fits: SMs come in pairs
+            clusters = min(clusters, cubin.max_clusters(device, (traits.blocks, 1)))
+        grid = (clusters * traits.blocks, 1, 1)
+        self._launch: Callable[[int], None] = cubin.launcher(device, grid, ctypes.addressof(params))
 
     def __call__(self, stream: int | None = None) -> None:
         if stream is None:
