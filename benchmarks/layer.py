@@ -6,16 +6,17 @@
 The methods are distgemm, NCCL with cuBLAS, and torch's async-TP ops. All have the same autograd structure: tokens are
 split over the ranks between GEMMs, the gathered input is kept for the gradient of its weight, and one GEMM computes q,
 k and v, as one computes gate and up. All methods are captured into CUDA graphs and checked against NCCL with cuBLAS;
-their replays are interleaved. With fewer ranks than --tp, each rank has the heads and features of one of --tp ranks.
-With DISTGEMM_TUNE=0 in the environment, "auto" measures no schedules.
+bursts of their replays are interleaved. With fewer ranks than --tp, each rank has the heads and features of one of --tp
+ranks. With DISTGEMM_TUNE=0 in the environment, "auto" measures no schedules.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,10 @@ Tensor = torch.Tensor
 TINY = Model(hidden=64, intermediate=128, heads=8, kv_heads=4, head=16)
 TOLERANCE = 3e-2
 """Largest relative difference between methods, of the output and of each gradient."""
-CALLS, ROUNDS = 5, 5
+CALLS, ROUNDS = 5, 3
+BURST_MS = 150.0
+"""Length of a burst of replays. One that is not timed comes before each timed one: then the GPU has the clocks that its
+power limit leaves to this method, as in training, and not those that the method before has left."""
 BASE = "NCCL + cuBLAS"
 
 
@@ -271,23 +275,38 @@ def graph_of(run: Callable[[], Any], calls: int) -> tuple[torch.cuda.CUDAGraph, 
 def times_of(graphs: dict[str, torch.cuda.CUDAGraph], calls: int, device: torch.device) -> dict[str, float]:
     """Milliseconds of a call by method: the median over rounds, on the slowest rank.
 
-    Replays of the methods are interleaved. Every second round goes backwards.
+    Bursts of the methods are interleaved. Every second round goes backwards.
     """
+    once = {name: burst(graph, 1, device) for name, graph in graphs.items()}  # a replay that warms up
+    slowest = largest(list(once.values()), device)
+    replays = {name: math.ceil(BURST_MS / ms) for name, ms in zip(graphs, slowest, strict=True)}  # equal on all ranks
     times: dict[str, list[float]] = {name: [] for name in graphs}
-    for number in range(ROUNDS + 1):
+    for number in range(ROUNDS):
         for name in list(graphs)[:: -1 if number % 2 else 1]:
-            torch.cuda.synchronize()
-            dist.barrier(device_ids=[device.index])
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graphs[name].replay()
-            end.record()
-            end.synchronize()
-            if number:
-                times[name].append(start.elapsed_time(end) / calls)
-    slowest = torch.tensor(list(times.values()), device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return {name: statistics.median(row) for name, row in zip(times, slowest.tolist(), strict=True)}
+            burst(graphs[name], replays[name], device)
+            times[name].append(burst(graphs[name], replays[name], device) / calls / replays[name])
+    by_round = zip(*(largest(row, device) for row in zip(*times.values(), strict=True)), strict=True)
+    return {name: statistics.median(row) for name, row in zip(times, by_round, strict=True)}
+
+
+def burst(graph: torch.cuda.CUDAGraph, replays: int, device: torch.device) -> float:
+    """Milliseconds of replays one after the other, on this rank. All ranks begin together."""
+    torch.cuda.synchronize()
+    dist.barrier(device_ids=[device.index])
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(replays):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
+
+
+def largest(ms: Sequence[float], device: torch.device) -> list[float]:
+    """Of each number, that of the rank whose is the largest."""
+    found = torch.tensor(ms, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return list(found.tolist())
 
 
 def rank_main(model: Model, tp: int, m: int, wanted: list[str] | None) -> dict[str, Any]:
