@@ -436,13 +436,14 @@ class UnfusedExecutable:
         direct = d.is_contiguous() and d.dtype == partial.dtype
         if self.collective != "nccl":
             _multiply(a, b, partial, alpha)
-            # These kernels check the address of a tensor and its offset in its storage.
-            starts = (d.data_ptr(), d.storage_offset() * d.element_size())
-            aligned = not any(start % SYMMETRIC_ALIGNMENT for start in starts)
-            summed = d if direct and aligned else torch.empty_like(partial)
-            name = self.collective.replace("-", "_")
-            add = getattr(torch.ops.symm_mem, f"{name}_all_reduce_out")
-            add(partial, "sum", self.group.group_name, summed)
+            if self.collective == "two-shot":  # in place: adding into another tensor takes longer than the copy below
+                summed = torch.ops.symm_mem.two_shot_all_reduce_(partial, "sum", self.group.group_name)
+            else:
+                # This kernel checks the address of a tensor and its offset in its storage.
+                starts = (d.data_ptr(), d.storage_offset() * d.element_size())
+                aligned = not any(start % SYMMETRIC_ALIGNMENT for start in starts)
+                summed = d if direct and aligned else torch.empty_like(partial)
+                torch.ops.symm_mem.one_shot_all_reduce_out(partial, "sum", self.group.group_name, summed)
         elif self.pattern == "gemm+ar":
             summed = d if direct else partial
             _multiply(a, b, summed, alpha)

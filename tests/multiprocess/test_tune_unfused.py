@@ -124,18 +124,37 @@ def test_gathered_shares_no_memory_with_what_is_read_or_written() -> None:
             check_gathered(plan, 0, gathered, within)
 
 
-def test_symmetric_memory_adds_into_aligned_results_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernels write 16 bytes at once. For another address or dtype they add into a new tensor, copied to D."""
+def of_symmetric_memory(collective: str) -> Any:
+    """An executable of which only the sum works."""
     exe: Any = object.__new__(unfused.UnfusedExecutable)
-    exe.pattern, exe.collective, exe._group = "gemm+ar", "two-shot", lambda: SimpleNamespace(group_name="0")
+    exe.pattern, exe.collective, exe._group = "gemm+ar", collective, lambda: SimpleNamespace(group_name="0")
     exe._buffers = {"whole": torch.empty(1, 8, 8, dtype=torch.bfloat16)}
+    return exe
+
+
+def test_two_shot_sums_are_copied_from_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add(partial: torch.Tensor, reduction: str, group: str) -> torch.Tensor:
+        assert (reduction, group) == ("sum", "0")
+        return partial.mul_(2)
+
+    monkeypatch.setattr(torch.ops.symm_mem, "two_shot_all_reduce_", add, raising=False)
+    a, b = (torch.ones(1, 8, 4, dtype=torch.bfloat16) for _ in "ab")
+    for dtype in (torch.bfloat16, torch.float32):
+        d = torch.full((1, 8, 8), torch.nan, dtype=dtype)
+        of_symmetric_memory("two-shot")._reduce(a, b, d, 1.0)
+        assert torch.all(d == 8)
+
+
+def test_one_shot_sums_are_added_into_aligned_results_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel writes 16 bytes at once. For another address or dtype it adds into a new tensor, copied to D."""
+    exe = of_symmetric_memory("one-shot")
     added: list[int] = []
 
     def add(partial: torch.Tensor, reduction: str, group: str, out: torch.Tensor) -> torch.Tensor:
         added.append(out.data_ptr())
         return out.copy_(2 * partial)
 
-    monkeypatch.setattr(torch.ops.symm_mem, "two_shot_all_reduce_out", add, raising=False)
+    monkeypatch.setattr(torch.ops.symm_mem, "one_shot_all_reduce_out", add, raising=False)
     a, b = (torch.ones(1, 8, 4, dtype=torch.bfloat16) for _ in "ab")
     memory = torch.zeros(256, dtype=torch.bfloat16)
     for at, dtype, direct in ((0, torch.bfloat16, True), (8, torch.bfloat16, True), (1, torch.bfloat16, False)):
