@@ -239,7 +239,7 @@ def _all_reduce_methods(operation: Operation, partial: torch.Tensor) -> list[Met
     added = torch.zeros_like(partial)  # sums of zeros stay finite, however often they are added
 
     @cache
-    def symmetric() -> torch.Tensor:  # at the first call: if there is none, only these two methods fail
+    def symmetric() -> torch.Tensor:  # at the first call: if there is none, only methods that use it fail
         found = symmetric_memory.empty(*partial.shape, dtype=partial.dtype, device=partial.device)
         symmetric_memory.rendezvous(found, group)
         return found
@@ -261,6 +261,7 @@ def _all_reduce_methods(operation: Operation, partial: torch.Tensor) -> list[Met
     return [
         Method("NCCL + cuBLAS", nccl),
         Method("torch two-shot + cuBLAS", two_shot),
+        Method("torch two-shot + cuBLAS, copied", lambda: partial.copy_(two_shot())),
         Method("torch one-shot + cuBLAS", one_shot),
         Method("NCCL alone", lambda: (dist.all_reduce(added, group=group), None)[1]),
     ]

@@ -112,3 +112,33 @@ def link_us(row: dict[str, Any]) -> float:
     m, n, k = row["local"]
     sent = {"ag+gemm": m * k, "gemm+rs": m * n, "gemm+ar": 2 * m * n, "gemm+a2a": m * n, "a2a+gemm": m * k}
     return sent[row["pattern"]] * 2 * (row["ranks"] - 1) / row["ranks"] / 376e3
+
+
+AUTO = "distgemm auto"
+SPREAD = 1.05
+"""Two executables of one kernel differ by so much in one run."""
+
+
+@table
+def auto(file: str) -> str:
+    """What schedule="auto" takes beside the fastest peer, and the rows in which that one is clearly faster."""
+    found = [(row, methods_of(row)[AUTO], report.best(row, report.PEER)) for row in run(file)["rows"]]
+    ratios = [peer["ms"] / ours["ms"] for _, ours, peer in found]
+    faster, clearly = (sum(each * spread < 1 for each in ratios) for spread in (1, SPREAD))
+    text = (
+        f"In {len(found)} rows the fastest peer takes {geometric_mean(ratios):.2f} times as long as "
+        f'`schedule="auto"` in the geometric mean. It is faster in {faster} rows, by more than {SPREAD - 1:.0%} in '
+        f"{clearly}:"
+    )
+    rows = [
+        [
+            label(row),
+            f"{ours['ms'] * 1e3:.1f}",
+            ours["detail"].removesuffix("; recorded"),
+            f"{peer['ms'] * 1e3:.1f}",
+            peer["name"],
+        ]
+        for (row, ours, peer), each in zip(found, ratios, strict=True)
+        if each * SPREAD < 1
+    ]
+    return f"{text}\n\n{rows_of('row | auto | what it selected | peer | which', rows)}"

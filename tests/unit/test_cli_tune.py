@@ -82,9 +82,9 @@ def test_a_benchmark_is_recorded(cache: Path, tmp_path: Path) -> None:
     for method in scatter["methods"]:
         if method["name"] == "NCCL + cuBLAS":
             method["rounds"] = [0.73]  # the fastest plan takes 0.721: not clearly less
-    for method in reduce["methods"]:
-        if method["name"] == "torch two-shot + cuBLAS":
-            method["rounds"] = [0.6]
+    (two_shot,) = (method for method in reduce["methods"] if method["name"] == "torch two-shot + cuBLAS")
+    reduce["methods"].append({**two_shot, "name": "torch two-shot + cuBLAS, copied", "rounds": [0.6]})
+    two_shot["rounds"] = [0.5]  # its result stays in symmetric memory: no program of this library does that
     file, table = tmp_path / "bench.json", tmp_path / "times.json"
     file.write_text(json.dumps(example))
     run = CliRunner().invoke(cli.app, ["tune", "--from", str(file), "--json", str(table)])

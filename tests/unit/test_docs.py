@@ -322,7 +322,7 @@ def mean(figures: list[float]) -> float:
 
 
 @pytest.mark.parametrize("page", ["measurements.md", "../README.md"])
-@pytest.mark.parametrize("file", ["executions_4xh100", "executions_few_4xh100"])
+@pytest.mark.parametrize("file", ["executions_4xh200", "executions_few_4xh200"])
 def test_ratios_are_what_the_files_say(page: str, file: str) -> None:
     rows, text = reference(f"{file}.json").values(), read(page)
     for peer in ("NCCL", "torch"):
@@ -334,9 +334,9 @@ def test_ratios_are_what_the_files_say(page: str, file: str) -> None:
 @pytest.mark.parametrize(
     "file",
     [
-        "executions_4xh100",
-        "executions_few_4xh100",
-        "executions_all_to_all_4xh100",
+        "executions_4xh200",
+        "executions_few_4xh200",
+        "executions_all_to_all_4xh200",
     ],
 )
 def test_the_tables_of_executions_are_what_the_files_say(file: str) -> None:

@@ -118,23 +118,24 @@ def test_few_tokens_take_a_library() -> None:
     ("file", "most"),
     [
         ("2xh200", 1.08),
-        ("4xh200", 1.09),  # its rows of 512 tokens were measured before tiles spanned shards
-        ("4xh100", 1.07),
+        ("4xh200", 1.09),
         ("few_2xh200", 1.07),
-        ("few_4xh100", 1.05),
+        ("few_4xh200", 1.07),
         ("all_to_all_2xh200", 1.12),
-        ("all_to_all_4xh100", 1.12),
+        ("all_to_all_4xh200", 1.12),
     ],
 )
 def test_what_is_predicted_is_nearly_the_fastest_measured(file: str, most: float) -> None:
     """In the geometric mean over the rows of a benchmark whose predicted configuration was measured."""
     path = Path(__file__).parents[2] / "benchmarks" / "results" / f"executions_{file}.json"
     slower, rows = [], json.loads(path.read_text())["rows"]
+    # In these files, two-shot sums stay in symmetric memory.
+    unfused = UNFUSED_PROGRAMS | {"torch two-shot + cuBLAS": dataclasses.replace(UNFUSED, collective="two-shot")}
     for row in rows:
         problem, times = GemmProblem(row["m"], row["n"], row["k"]), {}
         for method in row["methods"]:
             ours = method["kind"] == "distgemm"
-            config = TunedConfig.parse(method["name"]) if ours else UNFUSED_PROGRAMS.get(method["name"])
+            config = TunedConfig.parse(method["name"]) if ours else unfused.get(method["name"])
             if config is not None:
                 times[config.text] = statistics.median(method["rounds"])
         found = predicted(problem, row["pattern"], row["ranks"]).text
