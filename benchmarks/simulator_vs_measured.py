@@ -25,6 +25,8 @@ from rich.table import Table
 from distgemm import GemmProblem, make_plan
 from distgemm.simulator import predict_unfused, simulate
 from distgemm.simulator.machine import Machine
+from distgemm.tune import TunedConfig
+from distgemm.tune.config import Collective
 
 GATHER = "all_gather_1d_tiling_cd_rotating_a"
 RING = "reduce_scatter_1d_tiling_a_rotating_c"
@@ -139,6 +141,14 @@ PROTOTYPE_LINK = {"gap": 1.0, "latency": 14.0}
 BENCHMARKS = [Path(__file__).parent / "results" / f"bench_schedules_{ranks}xh200.json" for ranks in (4, 2)]
 """Layers of three Llamas by ``distgemm bench``, with what schedules took that were named."""
 
+EXECUTIONS = [Path(__file__).parent / "results" / f"executions_{run}xh200.json" for run in ("4", "few_4", "2")]
+"""The same by ``distgemm bench --executions``: plans with a kernel for each GEMM, and unfused programs."""
+UNFUSED: dict[str, Collective] = {
+    "NCCL + cuBLAS": "nccl",
+    "torch two-shot + cuBLAS": "two-shot",
+    "torch one-shot + cuBLAS": "one-shot",
+}
+
 
 @dataclass(frozen=True)
 class Row:
@@ -229,6 +239,25 @@ def benchmark(machine: Machine) -> list[Row]:
     return rows
 
 
+def executions(machine: Machine) -> list[Row]:
+    """What ``distgemm bench --executions`` measured; not in the other statistics."""
+    rows = []
+    for case in (row for path in EXECUTIONS for row in json.loads(path.read_text())["rows"]):
+        product, ranks = GemmProblem(case["m"], case["n"], case["k"]), case["ranks"]
+        op = f"{case['model'].removeprefix('llama-3-')} {case['layer']} {case['pattern']} {case['m']}"
+        for method in case["methods"]:
+            name, measured = method["name"], float(np.median(method["rounds"]))
+            if name in UNFUSED:
+                predicted = predict_unfused(product, machine, case["pattern"], ranks, UNFUSED[name])
+                rows.append(Row(ranks, op, UNFUSED[name], measured, predicted / 1e3))
+            elif method["kind"] == "distgemm" and "per_tile" not in name:
+                config = TunedConfig.parse(name)
+                how = "stores" if ("mechanism", "store") in config.options else "copies"
+                plan, streams = config.plan(product, ranks), config.execution.gemm_streams
+                rows.append(Row(ranks, op, how, measured, simulate(plan, machine, gemm_streams=streams).time / 1e3))
+    return rows
+
+
 def floors(machine: Machine) -> list[Row]:
     """The floor of each row, max(whole GEMM, copies alone); no plan's time, so not in the statistics."""
     machine = prototype(machine)
@@ -293,7 +322,7 @@ def main(
 ) -> None:
     """Print measured and predicted times, the error of each, and whether their order is right."""
     described = Machine.load(machine)
-    rows, roofs, benched = predict(described), floors(described), benchmark(described)
+    rows, roofs, benched, executed = (make(described) for make in (predict, floors, benchmark, executions))
     table = Table("ranks", "op", "how", title=f"simulator against measurement: {described.name}")
     for title in ("measured ms", "predicted ms", "error %"):
         table.add_column(title, justify="right")
@@ -318,6 +347,10 @@ def main(
             **{
                 f"distgemm bench, {how}": [row for row in benched if row.schedule == schedule]
                 for schedule, how in ((GATHER, "push"), (RING, "ring"), (PAIRWISE, "push + sum"))
+            },
+            **{
+                f"executions, {how}, {ranks} ranks": [row for row in executed if (row.how, row.ranks) == (how, ranks)]
+                for how, ranks in sorted({(row.how, row.ranks) for row in executed})
             },
         }.items()
     }

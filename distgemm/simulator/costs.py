@@ -116,9 +116,9 @@ def copy_bandwidth(machine: Machine, op: Copy, link: Link) -> float:
     return machine.pull_bandwidth if pulled else link.bandwidth
 
 
-def stored_us(plan: Plan, machine: Machine, op: Gemm, link: tuple[int, int]) -> float:
-    """Time for which a link carries what a GEMM stores over it, us."""
-    return view_bytes(plan, op.out) / (machine.link(*link).bandwidth * 1e3)
+def stored_us(plan: Plan, machine: Machine, op: Gemm, bandwidth: float) -> float:
+    """Time for which a link or port of a bandwidth carries what a GEMM stores over it, us."""
+    return view_bytes(plan, op.out) / (min(bandwidth, machine.store_bandwidth or bandwidth) * 1e3)
 
 
 class Port(NamedTuple):
@@ -191,7 +191,7 @@ def copies_alone_us(plan: Plan, machine: Machine) -> float:
                     ports[port] += size / (port.bandwidth * 1e3)
             elif isinstance(op, Gemm):
                 for port in ports_of(machine, ends):
-                    ports[port] += view_bytes(plan, op.out) / (port.bandwidth * 1e3)
+                    ports[port] += stored_us(plan, machine, op, port.bandwidth)
     found = [busy + link.latency for (_, link), busy in engines.items()]
     found += [busy + port.link.latency for port, busy in ports.items()]
     return machine.replay + machine.entry + launch + max(found) if found else 0.0

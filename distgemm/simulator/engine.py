@@ -39,6 +39,7 @@ from distgemm.simulator.costs import (
     gemm_alone_us,
     is_staging,
     ports_of,
+    stored_us,
     view_bytes,
 )
 from distgemm.simulator.machine import GemmCost, Link, Machine, list_machines
@@ -548,7 +549,7 @@ class _Simulation:
         assert isinstance(op, Gemm) and ends is not None
         link, computed = self.machine.link(*ends), run.end
         for port in ports_of(self.machine, ends):
-            carried = view_bytes(self.work.plan, op.out) / (port.bandwidth * 1e3)
+            carried = stored_us(self.work.plan, self.machine, op, port.bandwidth)
             self.stored[port] = max(self.stored[port], time) + carried
             run.end = max(run.end, self.stored[port])
         run.stores = run.end - computed

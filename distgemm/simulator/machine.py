@@ -129,6 +129,7 @@ class Machine:
         sources: where the figures come from.
         small_collective: of small messages, where this is faster; None: as large ones.
         symmetric: all-reduces of torch's symmetric memory; None: as other collectives.
+        store_bandwidth: rate at which a link carries what GEMMs store at peers, GB/s; None: as copies.
 
     Raises:
         ValueError: for figures out of range.
@@ -163,6 +164,7 @@ class Machine:
     sources: Mapping[str, str] = field(default_factory=dict)
     small_collective: Link | None = None
     symmetric: Link | None = None
+    store_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         string("name", self.name)
@@ -172,7 +174,8 @@ class Machine:
             if getattr(self, name) is not None:
                 integer(name, getattr(self, name), 1, MAX_EXTENT)
         _rate("sustained", self.sustained, 1.0)
-        for name in ("memory", "sum_memory", "pull_bandwidth", "contended"):
+        stores = () if self.store_bandwidth is None else ("store_bandwidth",)
+        for name in ("memory", "sum_memory", "pull_bandwidth", "contended", *stores):
             _rate(name, getattr(self, name))
         waits = ("signal", "wait", "signal_gap", "barrier", "replay", "entry")
         for name in ("gemm_launch", "tile_overhead", "copy_launch", "boost", *waits):
@@ -232,7 +235,7 @@ class Machine:
         if not isinstance(fields, dict):
             raise wrong("fields", wanted, fields)
         unknown = sorted(map(str, set(fields) - known))
-        missing = sorted(known - set(fields) - {"sources", *OPTIONAL})
+        missing = sorted(known - set(fields) - {"sources", "store_bandwidth", *OPTIONAL})
         if unknown or missing:
             lists = (("has unknown", unknown), ("lacks", missing))
             raise ValueError(f"fields is {wanted}; it {' and '.join(f'{what} {keys}' for what, keys in lists if keys)}")

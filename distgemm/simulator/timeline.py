@@ -131,7 +131,7 @@ class Timeline:
     def _carried(self, event: Event, link: tuple[int, int]) -> float:
         """Time for which a link carries what an op moves over it, us."""
         if isinstance(event.op, Gemm):
-            return stored_us(self.plan, self.machine, event.op, link)
+            return stored_us(self.plan, self.machine, event.op, self.machine.link(*link).bandwidth)
         return event.end - event.start
 
     def busy(self, rank: int, kind: type[Op]) -> float:

@@ -515,6 +515,7 @@ def machines() -> Iterator[Case]:
         **dict.fromkeys(
             ("sustained", "memory", "sum_memory", "pull_bandwidth", "contended"), positive + [1e-320, 1e300]
         ),
+        "store_bandwidth": numbers(zero=False, negative=False, optional=True) + [1e-320, 1e300],
         **dict.fromkeys(
             (
                 "gemm_launch",

@@ -67,6 +67,7 @@ def ideal(bandwidth: float = FAST, peak: float = FAST, **values: Any) -> Machine
         "collective": link,
         "small_collective": None,
         "symmetric": None,
+        "store_bandwidth": None,
     }
     return dataclasses.replace(H200, **{**nothing, **rest, **values})
 
@@ -644,6 +645,18 @@ def test_free_gemms_leave_stores(size: int) -> None:
     for name in (PAIRWISE, RING):
         plan = make_plan(GemmProblem(64 * size, 1024, 64 * size), name, size, mechanism="store")
         assert simulate(plan, ideal(1.0)).time == pytest.approx((size - 1) * part / 1e3)
+
+
+def test_links_carry_stores_at_their_own_rate() -> None:
+    """Of stores, a link carries what the slower rate allows; of copies, what it always carries."""
+    part = 64 * 1024 * 2
+    copied: dict[float | None, float] = {None: 2.0, 1.0: 2.0, 4.0: 2.0}
+    for mechanism, rates in (("store", copied | {1.0: 1.0}), ("push", copied)):
+        plan = make_plan(GemmProblem(256, 1024, 256), PAIRWISE, 4, mechanism=mechanism)
+        for stored, rate in rates.items():
+            timeline = simulate(plan, ideal(2.0, store_bandwidth=stored))
+            assert [timeline.time, timeline.copies_alone] == pytest.approx([3 * part / rate / 1e3] * 2)
+            assert list(timeline.link_busy.values()) == pytest.approx([part / rate / 1e3] * 12)
 
 
 @pytest.mark.parametrize("end", [0, 1])
