@@ -48,11 +48,6 @@ LOCAL_STORED_US = 1.0
 SCHEDULES = {"co": "cooperative", "pp": "pingpong"}
 
 
-def h100() -> Machine:
-    """The machine of the measurements: the H200 with slower memory, which streams at 3000 GB/s."""
-    return replace(Machine.load("h200"), name="H100", memory=3000.0)
-
-
 def gemm_of(row: dict[str, Any], traits: KernelTraits, ranks: int) -> RankGemm:
     return RankGemm(traits, tuple(range(1, ranks)), row["m"] // ranks, row["n"], row["k"])
 
@@ -68,7 +63,7 @@ def measured(file: str, changed: Mapping[str, float] = NOTHING) -> Iterator[Row]
     """
     found = json.loads((RESULTS / f"{file}.json").read_text())
     alone = found["gpus"] == 1
-    costs = replace(Costs(h100()), **{**changed, **({"stored": LOCAL_STORED_US} if alone else {})})
+    costs = replace(Costs(Machine.load("h100")), **{**changed, **({"stored": LOCAL_STORED_US} if alone else {})})
     for row in found["rows"]:
         if row["layer"] == "tiny":
             continue
@@ -93,7 +88,7 @@ def fit() -> None:
     found = (json.loads((RESULTS / f"{file}.json").read_text())["rows"] for file in MEASURED)
     names = {label.split("_")[0] for rows in found for row in rows for label in row["us"]}
     tiles = [tile for tile in model.TILES if "{}x{}".format(*tile) in names]
-    start = [*(getattr(Costs(h100()), name) for name in FITTED), model.MEMORY_SHARE]
+    start = [*(getattr(Costs(Machine.load("h100")), name) for name in FITTED), model.MEMORY_SHARE]
     start += [value for tile in tiles for value in model.TILES[tile]]
     usual = dict(model.TILES)
 
@@ -153,7 +148,7 @@ def predictions() -> Iterator[dict[str, Any]]:
     }
     for row in json.loads((RESULTS / "per_tile_2xh100.json").read_text())["rows"]:
         recorded = min(row["recorded"]["cuBLAS alone"], row["recorded"]["CUTLASS alone"])
-        for machine in (h100(), Machine.load("h200")):
+        for machine in (Machine.load("h100"), Machine.load("h200")):
             gpu = machine.name[:4]
             gemm_us = alone.get((row["layer"], row["m"]), recorded) if gpu == "H100" else recorded
             for ranks in RANKS:
@@ -199,7 +194,7 @@ FASTER = {
 
 def what_if(predicted: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Times over those predicted, for other orders and faster parts: geometric mean, least, and most."""
-    usual = Costs(h100())
+    usual = Costs(Machine.load("h100"))
     every = {key: value for change in FASTER.values() for key, value in change.items()}
     orders = [(name, change, usual) for name, change in ORDERS.items()]
     costs = [(name, None, replace(usual, **change)) for name, change in {**FASTER, "all of these": every}.items()]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -142,7 +143,7 @@ BENCHMARKS = [Path(__file__).parent / "results" / f"bench_schedules_{ranks}xh200
 """Layers of three Llamas by ``distgemm bench``, with what schedules took that were named."""
 
 EXECUTIONS = [Path(__file__).parent / "results" / f"executions_{run}xh200.json" for run in ("4", "few_4", "2")]
-"""The same by ``distgemm bench --executions``: plans with a kernel for each GEMM, and unfused programs."""
+"""The same by ``distgemm bench --executions``: plans with a kernel for each GEMM, and unfused programs; on H200s."""
 UNFUSED: dict[str, Collective] = {
     "NCCL + cuBLAS": "nccl",
     "torch two-shot + cuBLAS": "two-shot",
@@ -239,10 +240,10 @@ def benchmark(machine: Machine) -> list[Row]:
     return rows
 
 
-def executions(machine: Machine) -> list[Row]:
+def executions(machine: Machine, files: Sequence[Path]) -> list[Row]:
     """What ``distgemm bench --executions`` measured; not in the other statistics."""
     rows = []
-    for case in (row for path in EXECUTIONS for row in json.loads(path.read_text())["rows"]):
+    for case in (row for path in files for row in json.loads(path.read_text())["rows"]):
         product, ranks = GemmProblem(case["m"], case["n"], case["k"]), case["ranks"]
         op = f"{case['model'].removeprefix('llama-3-')} {case['layer']} {case['pattern']} {case['m']}"
         for method in case["methods"]:
@@ -319,10 +320,12 @@ def groups(rows: list[Row]) -> dict[str, list[Row]]:
 def main(
     output: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
     machine: Annotated[str, typer.Option(help="A machine's name or JSON file.")] = "h200",
+    files: Annotated[list[Path] | None, typer.Option("--executions", help="Runs of the benchmark.")] = None,
 ) -> None:
     """Print measured and predicted times, the error of each, and whether their order is right."""
     described = Machine.load(machine)
-    rows, roofs, benched, executed = (make(described) for make in (predict, floors, benchmark, executions))
+    rows, roofs, benched = predict(described), floors(described), benchmark(described)
+    executed = executions(described, files or EXECUTIONS)
     table = Table("ranks", "op", "how", title=f"simulator against measurement: {described.name}")
     for title in ("measured ms", "predicted ms", "error %"):
         table.add_column(title, justify="right")

@@ -155,5 +155,5 @@ def per_tile_alone(file: str) -> str:
                 f"**{over:.1f}**" if over <= 0 else f"{over:.1f}",
             ]
         )
-    head = "layer, rows | pattern | µs | kernel | cuBLAS alone | bytes at 376 GB/s | over the limit"
+    head = "layer, rows | pattern | us | kernel | cuBLAS alone | bytes at 376 GB/s | over the limit"
     return f"The limit holds in {holds} of {len(rows)} rows.\n\n{rows_of(head, rows)}"

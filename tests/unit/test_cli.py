@@ -347,7 +347,7 @@ DTYPES = "float64, float32, tfloat32, bfloat16, float16, float8_e4m3fn, float8_e
         ("simulate gemm+rs", "gemm+rs takes --ranks, such as --ranks 8, got neither --ranks nor --mesh"),
         (
             "simulate gemm+rs --ranks 2 --machine h300",
-            "--machine: one of h200, or the path of a .json file",
+            "--machine: one of h100, h200, or the path of a .json file",
         ),
         ("simulate gemm+rs --ranks 2 --machine no/such.json", "machine no/such.json: "),
         ("simulate gemm+rs --ranks 2 --ranks-per-host 0", "--ranks-per-host: a whole number of at least 1, got '0'"),

@@ -90,7 +90,7 @@ def test_mechanism(launched: list[tuple[Any, ...]]) -> None:
         (["-o", "t.gif"], "-o takes a .svg, .png, .html or .json file, got 't.gif'"),
         (["--mesh", "2by4"], "--mesh: a text such as 2x4, of integers >= 1, got '2by4'"),
         (["--dtype", "int3"], "--dtype: one of float64"),
-        (["--machine", "h2000"], "--machine: one of h200,"),
+        (["--machine", "h2000"], "--machine: one of h100, h200,"),
         (["--mechanism", "carry"], "--mechanism: one of push, pull, store, got 'carry'"),
         (["--wait-by", "gpu"], "--wait-by: one of memory_op, kernel, got 'gpu'"),
         (["--wait-by", "kernel"], "--wait-by kernel takes --gemm-streams 1, got 2"),

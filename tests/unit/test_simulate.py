@@ -162,7 +162,7 @@ def test_times_are_finite_whatever_a_machine_says(figure: float) -> None:
 
 
 def test_missing_machine_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"machine is one of h200, .* got 'h2000'"):
+    with pytest.raises(ValueError, match=r"machine is one of h100, h200, .* got 'h2000'"):
         Machine.load("h2000")
     with pytest.raises(ValueError, match=r"machine .*nothing\.json: .*No such file"):
         Machine.load(tmp_path / "nothing.json")
@@ -953,8 +953,8 @@ def test_a_machine_by_its_name() -> None:
     plan = make_plan(GemmProblem(64, 64, 64), "ag+gemm", 2)
     assert simulate(plan, "h200").time == simulate(plan, Machine.load("h200")).time
     for arguments, message in (
-        ((plan, "h300"), "machine is one of h200, .* got 'h300'"),
-        ((plan, 3), "machine is a Machine, one of h200, or a path, got 3"),
+        ((plan, "h300"), "machine is one of h100, h200, .* got 'h300'"),
+        ((plan, 3), "machine is a Machine, one of h100, h200, or a path, got 3"),
         (("ag+gemm", "h200"), "plan is a distgemm.Plan, got 'ag\\+gemm'"),
     ):
         with pytest.raises(ValueError, match=message):
