@@ -34,7 +34,7 @@ from distgemm.gemm.cache import TunedCache
 from distgemm.gemm.nvcc import KernelSource, is_there
 from distgemm.gemm.parameters import Arguments, order_of_tiles
 from distgemm.gemm.provider import GemmProvider
-from distgemm.gemm.spec import FP8, RASTERS, GemmConfig, GemmSpec, KernelSchedule
+from distgemm.gemm.spec import FP8, RASTERS, GemmConfig, GemmSpec, KernelSchedule, clusters_at_once
 from distgemm.gemm.target import TARGET
 from distgemm.gemm.tiles import FP8_TILES, PLAIN_TILE, TILES, UNLISTED_RATE
 
@@ -82,8 +82,6 @@ ROW_TIME = 0.68
 """Time in which L2 gives a row of A or B, in that of an element of D of the fastest tile."""
 MERGED_READS = 12
 """So many clusters that read the same rows at once take the time of L2; those beyond find them on the way."""
-CLUSTERS_AT_ONCE = {4: 30, 8: 15}
-"""Clusters of so many thread blocks that an H100 held at once. GPUs of one kind differ in it; all select alike."""
 
 MIN_SAVING = 0.8
 """Another order of tiles is taken if tiles that run at once read at most this share of the rows of A and B."""
@@ -143,7 +141,7 @@ def tiles_of(spec: GemmSpec, config: GemmConfig) -> int:
 def tiles_at_once(config: GemmConfig, sms: int) -> int:
     """The number of tiles that so many SMs compute at once: whole clusters, at least one."""
     cluster = config.cluster[0] * config.cluster[1]
-    return max(1, min(sms // cluster, CLUSTERS_AT_ONCE.get(cluster, sms))) * cluster
+    return max(1, clusters_at_once(cluster, sms)) * cluster
 
 
 def order(spec: GemmSpec, configs: list[GemmConfig], streams: int = 1) -> list[GemmConfig]:

@@ -21,6 +21,7 @@ __all__ = [
     "Raster",
     "ScaleMode",
     "Status",
+    "clusters_at_once",
 ]
 
 TMA_ALIGNMENT = 16
@@ -237,6 +238,18 @@ MAX_TEXT = 100
 _CONFIG = re.compile(
     r"(\d+)x(\d+)x(\d+)_(\d+)x(\d+)_(cooperative|pingpong|plain)(_direct)?(?:_raster_(m|n))?(?:_swizzle_(\d+))?(?:_share_(\d+))?(?:_split_(\d+))?"
 )
+
+
+CLUSTERS_AT_ONCE = {4: 30, 8: 15}
+"""Clusters of so many thread blocks that an H100 and an H200 held at once. GPUs of one kind may differ in it."""
+
+
+def clusters_at_once(blocks: int, sms: int) -> int:
+    """Clusters of so many thread blocks, one on each SM, that so many SMs hold at once, as estimates count them.
+
+    A cluster lies in one GPC. For a launch, ask the GPU: ``Cubin.max_clusters``.
+    """
+    return min(sms // blocks, CLUSTERS_AT_ONCE.get(blocks, sms))
 
 
 @dataclass(frozen=True)

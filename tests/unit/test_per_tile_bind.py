@@ -68,7 +68,7 @@ def test_blocks_that_divide_k_multiply_all_tiles_of_a_cluster() -> None:
     one = (128 + 128) * 128
     others = 4 * 64 * 64 * 4 + (2 + 2) * 8192 + 2048  # sums, subtiles, what is sent, and the rest
     assert SPLIT.stages == 4 and 4 * one + others <= 227 << 10 < 5 * one + others
-    assert [replace(SPLIT, cluster=(1, 1), split=split).clusters_on(132) for split in (2, 4, 8)] == [66, 32, 16]
+    assert [replace(SPLIT, cluster=(1, 1), split=split).clusters_on(132) for split in (2, 4, 8)] == [66, 30, 15]
     gemm = RankGemm(SPLIT, (1, 2, 3), 300, 500, 640)
     assert (gemm.order.blocks, gemm.order.columns, gemm.parts, gemm.loaded_rows) == (3, 4, 6 * 8, (128, 128))
     lone = replace(SPLIT, cluster=(1, 1))

@@ -13,7 +13,7 @@ from distgemm.gemm.cubins import open_cubin
 from distgemm.gemm.cutlass import ELEMENTS
 from distgemm.gemm.nvcc import KernelSource
 from distgemm.gemm.per_tile.params import LINE, Params
-from distgemm.gemm.spec import GemmConfig, KernelSchedule
+from distgemm.gemm.spec import GemmConfig, KernelSchedule, clusters_at_once
 from distgemm.schedulers import Pattern
 
 __all__ = ["BYTES", "GATHERING", "PIECE_BYTES", "PIECE_ROWS", "SUBTILE_ROWS", "WARP_ROWS", "KernelTraits", "Launch"]
@@ -27,9 +27,6 @@ SHARED_BYTES = 227 << 10
 """Shared memory of a thread block."""
 RESERVED_BYTES = 2 << 10
 """Of these, for the alignment and for barriers."""
-CLUSTERED_SMS = 128
-"""SMs of a GPU that clusters of 4 and of 8 thread blocks occupy at most: a GPC has 16 or 18. Some GPUs have GPCs with
-fewer: one H100 holds 120 such blocks."""
 GROUPS = 2
 """Warp groups that multiply."""
 SUBTILE_ROWS = 64
@@ -168,8 +165,8 @@ class KernelTraits:
         return max(self.tiles, self.split)
 
     def clusters_on(self, sms: int) -> int:
-        """Clusters that run at a time on so many SMs, if GPCs have as many SMs as expected."""
-        return (sms if self.blocks <= 2 else min(sms, CLUSTERED_SMS)) // self.blocks
+        """Clusters that run at a time on so many SMs, as estimates count them."""
+        return clusters_at_once(self.blocks, sms)
 
     @property
     def block_tile(self) -> tuple[int, int]:
@@ -263,7 +260,7 @@ class Launch:
 
     def __init__(self, traits: KernelTraits, params: Params, blocks: int, device: int) -> None:
         self.params, self._device = params, device
-        cubin, clusters = open_cubin(traits.source(), Params), traits.clusters_on(blocks)
+        cubin, clusters = open_cubin(traits.source(), Params), blocks // traits.blocks
         if traits.blocks > 2:  # a pair always fits: SMs come in pairs
             clusters = min(clusters, cubin.max_clusters(device, (traits.blocks, 1)))
         grid = (clusters * traits.blocks, 1, 1)
