@@ -436,7 +436,7 @@ class UnfusedExecutable:
         direct = d.is_contiguous() and d.dtype == partial.dtype
         if self.collective != "nccl":
             _multiply(a, b, partial, alpha)
-            if self.collective == "two-shot":  # in place: adding into another tensor takes longer than the copy below
+            if self.collective == "two-shot":  # in place all ranks meet twice, three times with another tensor
                 summed = torch.ops.symm_mem.two_shot_all_reduce_(partial, "sum", self.group.group_name)
             else:
                 # This kernel checks the address of a tensor and its offset in its storage.
