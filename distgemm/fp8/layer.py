@@ -210,7 +210,7 @@ class distgemm_fp8_linear(torch.autograd.Function):  # noqa: N801  (it names the
         return y if bias is None else y.add_(bias)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         layer: _Layer = ctx.layer
         exchange, recipe, split = layer.exchange, layer.recipe, layer.exchange.split
@@ -243,7 +243,11 @@ class distgemm_fp8_linear(torch.autograd.Function):  # noqa: N801  (it names the
             else:
                 qxt = layer.quantized("x", x.t(), scaling_x, turned(split.x))
             dyt = exchange.whole(qdyt, turned(split.y)) if whole_dy is None else whole_dy.t()
-            xt = Quantized(*gathered, ctx.gathered).t() if gathered else exchange.whole(qxt, turned(split.x))
+            xt = (
+                Quantized(gathered[0], gathered[1], ctx.gathered).t()
+                if gathered
+                else exchange.whole(qxt, turned(split.x))
+            )
             dw = multiply(dyt, xt, w_dtype)
         if ctx.biased and wants_bias:
             dbias = exchange.sum(dy.sum(0), split.y)

@@ -82,13 +82,13 @@ class LayerState(nn.Module):
         super()._load_from_state_dict(*args)
         self._forget()
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayerState:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         def moved(x: Tensor) -> Tensor:
             found = fn(x)
             return found if found.dtype == x.dtype else x.to(found.device)
 
         self._forget()
-        return super()._apply(moved, recurse)
+        return super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
 
     def check_device(self, device: torch.device) -> None:
         """Raise ValueError if the history is not on the device of the layer's input."""
