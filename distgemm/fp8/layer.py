@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch._subclasses import FakeTensor  # noqa: PLC2701  (torch has no public name)
+from torch.autograd.function import once_differentiable
 
 from distgemm.arguments import integer, wrong
 from distgemm.fp8.quantize import Quantized, amax_of, dequantize, quantize_with, transposed
@@ -63,7 +64,8 @@ def multiply(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
 
     if not a.codes.is_cuda:
         wide = torch.promote_types(dtype, torch.float32)
-        return (dequantize(a, wide) @ dequantize(b, wide).t()).to(dtype)
+        with torch.autocast("cpu", enabled=False):
+            return (dequantize(a, wide) @ dequantize(b, wide).t()).to(dtype)
     pair = tuple((each.scaling.rows, each.scaling.columns) for each in (a, b))
     in_blocks = all(columns == SCALE_BLOCK and rows in (1, SCALE_BLOCK) for rows, columns in pair)
     if not in_blocks and not all(columns is None and rows in (1, None) for rows, columns in pair):
@@ -145,8 +147,8 @@ class Exchange:
         *,
         forward: bool = False,
         keep: bool = False,
-    ) -> Tensor:
-        """A · Bᵀ over the ranks, without a bias.
+    ) -> tuple[Tensor, Quantized | None]:
+        """A · Bᵀ over the ranks, without a bias; and all of A, or None.
 
         Args:
             a: (m, k).
@@ -155,9 +157,9 @@ class Exchange:
             dtype: type of the result.
             recipe: the recipe of the layer.
             forward: whether it is the output of the layer, and not a gradient.
-            keep: whether :meth:`whole` may return what is gathered here.
+            keep: whether all of A is returned, if it is gathered here.
         """
-        return multiply(a, b, dtype)
+        return multiply(a, b, dtype), None
 
     def whole(self, x: Tensor | Quantized, split: int | None) -> Any:
         """All of an operand, (rows, columns), of which each rank has some columns if ``split`` is 1."""
@@ -184,12 +186,13 @@ class distgemm_fp8_linear(torch.autograd.Function):  # noqa: N801  (it names the
         exchange: Exchange,
         recipe: Recipe,
         state: LayerState | None,
+        records: bool,
     ) -> Tensor:
-        layer = _Layer(exchange, recipe, state)
+        layer = _Layer(exchange, recipe, state, records)
         split = exchange.split
         qx = layer.quantized("x", x, recipe.forward[0], split.x)
         qw = layer.weight(w, recipe.forward[1], split.w)
-        y = exchange.product(qx, qw, (split.x, split.w, split.y), x.dtype, recipe, forward=True)
+        y, whole = exchange.product(qx, qw, (split.x, split.w, split.y), x.dtype, recipe, forward=True)
         ctx.layer, ctx.biased = layer, bias is not None
         # Codes instead of the tensor, where the backward pass has use for them.
         ctx.codes = {
@@ -199,19 +202,24 @@ class distgemm_fp8_linear(torch.autograd.Function):  # noqa: N801  (it names the
         kept: list[Tensor] = []
         for role, given, q in (("x", x, qx), ("w", w, qw)):
             kept += (q.codes, q.scales) if ctx.codes[role] else (given, given)
+        if whole is not None:  # saved as others are, so that it lives until the backward pass
+            kept += (whole.codes, whole.scales)
+            ctx.gathered = whole.scaling
         ctx.save_for_backward(*kept)
         ctx.dtypes = x.dtype, w.dtype
         return y if bias is None else y.add_(bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         layer: _Layer = ctx.layer
         exchange, recipe, split = layer.exchange, layer.recipe, layer.exchange.split
-        x, x_scales, w, w_scales = ctx.saved_tensors
+        x, x_scales, w, w_scales, *gathered = ctx.saved_tensors
         x_dtype, w_dtype = ctx.dtypes
         wants_x, wants_w, wants_bias = ctx.needs_input_grad[:3]
         dx = dw = dbias = None
         qdy: Quantized | None = None
+        whole_dy: Quantized | None = None
         if wants_x:
             scaling_dy, scaling_w = recipe.grad_input
             qdy = layer.quantized("dy", dy, scaling_dy, split.y)
@@ -221,7 +229,7 @@ class distgemm_fp8_linear(torch.autograd.Function):  # noqa: N801  (it names the
                 qw = layer.weight(w.t(), scaling_w, turned(split.w), is_transposed=True)
             # The gathered codes also serve the gradient of the weight if it takes the same.
             keep = wants_w and recipe.grad_weight is not None and recipe.grad_weight[0] == transposed(scaling_dy)
-            dx = exchange.product(qdy, qw, (split.y, turned(split.w), split.x), x_dtype, recipe, keep=keep)
+            dx, whole_dy = exchange.product(qdy, qw, (split.y, turned(split.w), split.x), x_dtype, recipe, keep=keep)
         if wants_w and recipe.grad_weight is None:
             dw = (exchange.whole(dy.t(), turned(split.y)) @ exchange.whole(x.t(), turned(split.x)).t()).to(w_dtype)
         elif wants_w and recipe.grad_weight is not None:
@@ -234,11 +242,17 @@ class distgemm_fp8_linear(torch.autograd.Function):  # noqa: N801  (it names the
                 qxt = Quantized(x, x_scales, recipe.forward[0]).t()
             else:
                 qxt = layer.quantized("x", x.t(), scaling_x, turned(split.x))
-            dw = multiply(exchange.whole(qdyt, turned(split.y)), exchange.whole(qxt, turned(split.x)), w_dtype)
+            dyt = exchange.whole(qdyt, turned(split.y)) if whole_dy is None else whole_dy.t()
+            xt = (
+                Quantized(gathered[0], gathered[1], ctx.gathered).t()
+                if gathered
+                else exchange.whole(qxt, turned(split.x))
+            )
+            dw = multiply(dyt, xt, w_dtype)
         if ctx.biased and wants_bias:
             dbias = exchange.sum(dy.sum(0), split.y)
         layer.finish()
-        return dx, dw, dbias, None, None, None
+        return dx, dw, dbias, None, None, None, None
 
 
 class _Layer(NamedTuple):
@@ -247,12 +261,14 @@ class _Layer(NamedTuple):
     exchange: Exchange
     recipe: Recipe
     state: LayerState | None
+    records: bool
+    """Whether there will be a backward pass, at whose end the history moves on."""
 
     def quantized(self, role: Role, x: Tensor, scaling: OperandScaling, split: int | None) -> Quantized:
         """An operand in fp8, with the scales that the recipe says."""
         dtype = self.recipe.grad_dtype if role == "dy" else self.recipe.dtype
         amax = None if self.state is None else self.state.amax(role)
-        if self.state is not None and self.recipe.amax == "delayed":
+        if self.state is not None and self.records and self.recipe.amax == "delayed":
             self.state.note(role, amax_of(x, scaling))
         return self.exchange.quantize(x, scaling, dtype, split, amax, self.recipe)
 
@@ -291,7 +307,9 @@ def linear_over(
         )
     if state is not None:
         state.check_device(x.device)
-    found: Tensor = distgemm_fp8_linear.apply(x, w, bias, exchange, recipe, state)  # type: ignore[no-untyped-call]
+    records = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (x, w, bias))
+    terms = exchange, recipe, state, records
+    found: Tensor = distgemm_fp8_linear.apply(x, w, bias, *terms)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -331,6 +349,16 @@ def linear(
         raise wrong("parallel", "'column', 'row' or None", parallel)
     if ranks > 1 and parallel is None:
         raise wrong("parallel", f"'column' or 'row' for {ranks} ranks", parallel)
+    for name, each in (("x", x), ("weight", weight), *([] if bias is None else [("bias", bias)])):
+        if not isinstance(each, Tensor) or not each.is_floating_point():
+            raise wrong(name, "a tensor of a floating type", each.dtype if isinstance(each, Tensor) else each)
+    if not x.dim() or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"x is (..., in_features) and weight (out_features, in_features), got {tuple(x.shape)} and "
+            f"{tuple(weight.shape)}"
+        )
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ValueError(f"bias is ({weight.shape[0]},) as weight's rows, got {tuple(bias.shape)}")
     exchange = Exchange(WHOLE if parallel is None else SPLITS[parallel], ranks)
-    y = linear_over(exchange, x.flatten(0, -2), weight, bias, recipe)
+    y = linear_over(exchange, x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0), weight, bias, recipe)
     return y.view(*x.shape[:-1], y.shape[-1])

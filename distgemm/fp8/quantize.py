@@ -109,7 +109,8 @@ def quantize_with(
     multipliers = (largest / amax.clamp(min=MIN_AMAX).double()).float()
     if power_of_two:
         mantissas, exponents = torch.frexp(multipliers)
-        multipliers = torch.ldexp(torch.full_like(mantissas, 0.5), exponents)
+        powers = torch.ldexp(torch.full_like(mantissas, 0.5), exponents)
+        multipliers = torch.where(multipliers > 0, powers, multipliers)  # 0 for infinity, and NaN, stay
     scaled = x.float() * _expanded(multipliers, x, scaling)
     return Quantized(scaled.clamp(-largest, largest).to(dtype), multipliers.reciprocal(), scaling)
 
@@ -126,7 +127,7 @@ def amax_of(x: Tensor, scaling: OperandScaling) -> Tensor:
     r, c = scaling.rows or max(rows, 1), scaling.columns or max(columns, 1)
     shape = (1 if scaling.rows is None else -(-rows // r), 1 if scaling.columns is None else -(-columns // c))
     if not x.numel():
-        return torch.zeros(shape, device=x.device)
+        return torch.zeros(shape, dtype=torch.float32, device=x.device)
     magnitudes = x.detach().abs()
     if rows % r or columns % c:
         magnitudes = torch.nn.functional.pad(magnitudes, (0, -columns % c, 0, -rows % r))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensor  # noqa: PLC2701  (torch has no public 
 
 from distgemm.arguments import finite
 from distgemm.fp8.quantize import Quantized
-from distgemm.fp8.recipe import Recipe
+from distgemm.fp8.recipe import Recipe, read_recipe
 
 __all__ = ["LayerState", "Role", "fixed_weights"]
 
@@ -20,9 +20,8 @@ Tensor = torch.Tensor
 Role = Literal["x", "w", "dy"]
 ROLES: tuple[Role, ...] = ("x", "w", "dy")
 
-_STEPS: list[int] = []
-"""The steps that :func:`fixed_weights` has begun, and how many there were before them."""
-_BEGUN = [0]
+_STEPS: list[dict[tuple[LayerState, bool, bool], Quantized]] = []
+"""The quantised weights of each ``with`` block of :func:`fixed_weights` that has begun."""
 
 
 @contextlib.contextmanager
@@ -32,8 +31,7 @@ def fixed_weights() -> Iterator[None]:
     Weights must not change inside the block: an optimizer's step comes after it. Without the block, a weight is
     quantised once for each forward pass and the backward pass that belongs to it.
     """
-    _BEGUN[0] += 1
-    _STEPS.append(_BEGUN[0])
+    _STEPS.append({})
     try:
         yield
     finally:
@@ -45,10 +43,11 @@ class LayerState(nn.Module):
 
     A "delayed" recipe takes the scale of a tensor from the largest magnitude in its history. The history moves on in
     the backward pass, so an evaluation or a recomputed forward pass does not change it. Before the first backward pass,
-    the scales are those of the "current" recipe.
+    the scales are those of the "current" recipe. A step whose largest magnitude is zero, infinite, NaN or unknown
+    repeats that of the step before. The history stays in float32 when the layer gets another dtype.
 
     Args:
-        recipe: the layer's recipe.
+        recipe: the layer's recipe, or its name.
         device: where the history is: that of the layer's weight. None: torch's default device.
 
     Attributes:
@@ -59,21 +58,37 @@ class LayerState(nn.Module):
 
     history: Tensor
 
-    def __init__(self, recipe: Recipe, device: torch.device | str | None = None) -> None:
+    def __init__(self, recipe: Recipe | str, device: torch.device | str | None = None) -> None:
         super().__init__()
-        self.recipe = recipe
+        self.recipe = recipe = read_recipe("recipe", recipe)
         if recipe.amax != "current":
             steps = recipe.history if recipe.amax == "delayed" else 1
-            self.register_buffer("history", torch.zeros(len(ROLES), steps, device=device))
+            self.register_buffer("history", torch.zeros(len(ROLES), steps, dtype=torch.float32, device=device))
         self._seen: dict[Role, Tensor] = {}
         self._started: dict[Role, bool] = {}
-        self._weights: tuple[int, dict[bool, Quantized]] = (0, {})
 
     def reset_parameters(self) -> None:
         """Empty the history, as after ``to_empty``."""
         if self.recipe.amax != "current":
             self.history.zero_()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what belongs to the history that was there before."""
+        self._seen.clear()
         self._started.clear()
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._forget()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        def moved(x: Tensor) -> Tensor:
+            found = fn(x)
+            return found if found.dtype == x.dtype else x.to(found.device)
+
+        self._forget()
+        return super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
 
     def check_device(self, device: torch.device) -> None:
         """Raise ValueError if the history is not on the device of the layer's input."""
@@ -90,10 +105,15 @@ class LayerState(nn.Module):
             x: of the input.
             w: of the weight.
             dy: of the gradient of the output; 0: there is no backward pass.
+
+        Raises:
+            ValueError: for a recipe with "current", which keeps none, and for numbers that are negative or not finite.
         """
+        if self.recipe.amax == "current":
+            raise ValueError("LayerState.set is for a recipe such as 'tensorwise_static', got one with amax='current'")
         values = [finite(name, value, least=0.0) for name, value in (("x", x), ("w", w), ("dy", dy))]
-        self.history.copy_(torch.tensor(values)[:, None])
-        self._started.clear()
+        self.history.copy_(self.history.new_tensor(values)[:, None])
+        self._forget()
 
     def amax(self, role: Role) -> Tensor | None:
         """The largest magnitude that the history has, (1, 1); None: it has none, or the recipe takes the current one.
@@ -135,15 +155,18 @@ class LayerState(nn.Module):
             return
         latest = torch.stack([self._seen.get(role, self.history.new_zeros(())) for role in ROLES])
         self._seen.clear()
-        self.history.copy_(torch.cat([reduce_max(latest)[:, None], self.history[:, :-1]], 1))
+        latest = reduce_max(latest)
+        # Zero also stands for a tensor that was not quantised since the last step. No scale comes from such numbers.
+        latest = torch.where((latest > 0) & latest.isfinite(), latest, self.history[:, 0])
+        self.history.copy_(torch.cat([latest[:, None], self.history[:, :-1]], 1))
 
     def weight(self, transposed: bool, make: Callable[[], Quantized]) -> Quantized:
         """The quantised weight, or its transpose: inside of :func:`fixed_weights` the one that was made before."""
         if not _STEPS:
             return make()
-        if self._weights[0] != _STEPS[-1]:
-            self._weights = _STEPS[-1], {}
-        found = self._weights[1].get(transposed)
+        # Autograd does not save tensors of inference mode.
+        key = self, transposed, torch.is_inference_mode_enabled()
+        found = _STEPS[-1].get(key)
         if found is None:
-            found = self._weights[1][transposed] = make()
+            found = _STEPS[-1][key] = make()
         return found

@@ -171,16 +171,16 @@ class ParallelLinear(nn.Module):
         Args:
             linear: a Linear with the same parameters on all ranks.
             group: the ranks that take part.
-            **options: further options of the constructor. A Float8Linear of torchao has a recipe, unless ``recipe`` is
-                given.
+            **options: further options of the constructor. Without ``recipe``, the layer has the recipe of the Linear,
+                if that has one by :func:`distgemm.nn.use_recipe` or is a Float8Linear of torchao.
         """
         instance("linear", linear, nn.Linear, "an nn.Linear")
         weight, state = linear.weight, state_of(options.pop("recipe", None), linear)
         options = {"device": weight.device, "dtype": weight.dtype, **options}
         layer = cls(linear.in_features, linear.out_features, group=group, bias=linear.bias is not None, **options)
-        layer.load_state_dict(linear.state_dict())
-        layer.fp8 = state  # which the Linear's state dict does not have
-        for name, parameter in linear.named_parameters():
+        layer.load_state_dict(dict(linear.named_parameters(recurse=False)))
+        layer.fp8 = None if state is None else LayerState(state.recipe, layer.weight.device)
+        for name, parameter in linear.named_parameters(recurse=False):
             layer.get_parameter(name).requires_grad_(parameter.requires_grad)
         return layer
 
@@ -367,6 +367,7 @@ class TokensToHeadsLinear(ParallelLinear):
 
     split = {}  # noqa: RUF012
     to_heads = True
+    takes_recipe = False
 
     def __init__(
         self, in_features: int, out_features: int, *, head_dim: int, kv_heads: int | None = None, **options: Any

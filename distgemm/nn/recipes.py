@@ -44,7 +44,8 @@ def use_recipe(model: nn.Module, recipe: fp8.Recipe | str, only: Filter | None =
         model: the model, after parallelize_module.
         recipe: a recipe of :mod:`distgemm.fp8` or its name. Each layer gets a :class:`distgemm.fp8.LayerState` of its
             own, as its module ``fp8``. Linears of one SharedColwiseParallel have one together.
-        only: which layers; None: all. The first and the last layers of a model usually stay in bf16:
+        only: which layers; None: all. Projections between tokens and heads, such as TokensToHeads, have no fp8 and stay
+            as they are. The first and the last layers of a model usually stay in bf16:
             ``all_but("head")``.
 
     Returns:
@@ -57,7 +58,11 @@ def use_recipe(model: nn.Module, recipe: fp8.Recipe | str, only: Filter | None =
     recipe = read_recipe("recipe", recipe)
     if only is not None:
         function("only", only, "a function of a module and its name, such as all_but('head')")
-    layers = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear) or hasattr(each, "fp8")}
+    layers = {
+        name: each
+        for name, each in model.named_modules()
+        if (isinstance(each, nn.Linear) or hasattr(each, "fp8")) and getattr(each, "takes_recipe", True)
+    }
     found = [name for name, module in layers.items() if only is None or only(module, name)]
     if not found:
         raise ValueError("no layer of the model computes in fp8: it has no linear layer that `only` takes")
@@ -102,8 +107,10 @@ def give_state(layer: Any, found: fp8.LayerState | None) -> None:
 
 
 def state_of(recipe: fp8.Recipe | str | None, linear: nn.Linear) -> fp8.LayerState | None:
-    """A state for a Linear: of a recipe, or of the configuration that a Float8Linear of torchao has."""
-    if recipe is None and type(linear).__name__ == "Float8Linear":
+    """A state for a Linear: of a recipe, or of what the Linear has: a state, or a Float8Linear's configuration."""
+    if recipe is None and isinstance(found := getattr(linear, "fp8", None), fp8.LayerState):
+        recipe = found.recipe
+    elif recipe is None and type(linear).__name__ == "Float8Linear":
         recipe = _recipe_of_torchao(linear.config)
     return None if recipe is None else fp8.LayerState(read_recipe("recipe", recipe), linear.weight.device)
 

@@ -124,7 +124,7 @@ class ColwiseParallel(ParallelStyle):
         chunks: as in :func:`distgemm.all_gather_matmul`. Not with input_layouts=Replicate().
         keep_gathered: as in :func:`distgemm.all_gather_matmul`. Not with input_layouts=Replicate().
         recipe: compute in fp8: a recipe or its name, as in :func:`distgemm.all_gather_matmul`. None: no fp8, unless the
-            module is a Float8Linear of torchao, which has a recipe.
+            module has a recipe by :func:`distgemm.nn.use_recipe`, or is a Float8Linear of torchao.
         use_local_output: whether the output is this rank's tensor. If False, it is a DTensor with the placement
             ``output_layouts``.
 
@@ -626,6 +626,7 @@ class TokensToHeads(ParallelStyle):
         def forward(self: nn.Linear, x: Tensor) -> Tensor:
             return run(x, self.weight, self.bias, tokens_now(m_per_rank))
 
+        linear.takes_recipe = False  # type: ignore[assignment]
         module.forward = MethodType(forward, module)
         return module
 

@@ -225,11 +225,18 @@ def _in_fp8(
 
 
 def _linear(
-    x: Tensor, w: Tensor, bias: Tensor | None, recipe: RecipeLike, split: Split, group: str, options: dict[str, Any]
+    function: Function,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    recipe: RecipeLike,
+    split: Split,
+    group: str,
+    options: dict[str, Any],
 ) -> Tensor:
     """A layer with a recipe, which torch.autocast casts as others."""
     x, w, bias = autocast(_matrix("a", x)), autocast(w), None if bias is None else autocast(bias)
-    library.check_operands("all_gather_matmul", {"a": x, "b": w, "bias": bias})
+    library.check_operands(function, {"a": x, "b": w, "bias": bias})
     return quantized.rank_linear(x, w, bias, recipe, split, group, **options)
 
 
@@ -245,7 +252,7 @@ def _stacked_linear(
     """Layers with a recipe that share their input: one layer, whose weight is stacked from theirs."""
     if len(ws) == 1:
         options["features"] = None if ns is None else ns[0]
-        return [_linear(x, ws[0], biases[0], recipe, SPLITS["column"], group, options)]
+        return [_linear("all_gather_matmul", x, ws[0], biases[0], recipe, SPLITS["column"], group, options)]
     size = quantized.ranks_of(group)
     if ns is not None and any(n % size for n in ns):
         raise ValueError(
@@ -255,7 +262,8 @@ def _stacked_linear(
     bias = None
     if any(each is not None for each in biases):
         bias = torch.cat([w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(ws, biases, strict=True)])
-    y = _linear(x, torch.cat(list(ws)), bias, recipe, SPLITS["column"], group, options | {"features": None})
+    options = options | {"features": None}
+    y = _linear("all_gather_matmul", x, torch.cat(list(ws)), bias, recipe, SPLITS["column"], group, options)
     return list(torch.split(y, [w.shape[0] for w in ws], 1))
 
 
@@ -521,7 +529,8 @@ def matmul_reduce_scatter(
     rows = _rows(m_per_rank, between)
     if recipe is not None:
         options |= {"rows": rows, "features": in_features}
-        return _unflattened(_linear(a, b, bias, recipe, SPLITS["row"], group_name(group), options), between)
+        y = _linear("matmul_reduce_scatter", a, b, bias, recipe, SPLITS["row"], group_name(group), options)
+        return _unflattened(y, between)
     flat, b, bias = autocast(_matrix("a", a)), autocast(b), None if bias is None else autocast(bias)
     found = library.matmul_reduce_scatter(flat, b, bias, group_name(group), schedule, chunks, rows, in_features)
     return _unflattened(found, between)
@@ -577,7 +586,7 @@ def matmul_all_reduce(
     assert isinstance(a, Tensor) and isinstance(b, Tensor)
     if recipe is not None:
         options |= {"rows": None, "features": in_features}
-        y = _linear(a, b, bias, recipe, Split(1, 1, None), group_name(group), options)
+        y = _linear("matmul_all_reduce", a, b, bias, recipe, Split(1, 1, None), group_name(group), options)
         return _unflattened(y, a.shape[1:-1])
     flat, b, bias = autocast(_matrix("a", a)), autocast(b), None if bias is None else autocast(bias)
     found = library.matmul_all_reduce(flat, b, bias, group_name(group), schedule, chunks, in_features)

@@ -50,7 +50,6 @@ class RankExchange(Exchange):
         self.split, self.group_name, self.rows, self.features = split, group, rows, features
         self.schedule, self.chunks = schedule, chunks
         self.ranks, self.keeps_gathered = ranks_of(group), keeps_gathered
-        self.kept: Quantized | None = None
 
     def quantize(
         self,
@@ -78,8 +77,8 @@ class RankExchange(Exchange):
         *,
         forward: bool = False,
         keep: bool = False,
-    ) -> Tensor:
-        """A · Bᵀ over the ranks, by the plan of a pattern."""
+    ) -> tuple[Tensor, Quantized | None]:
+        """A · Bᵀ over the ranks, by the plan of a pattern; and all of A, or None."""
         split_a, split_b, split_d = splits
         pattern: Pattern
         if split_a == 1 and split_b == 1:
@@ -87,7 +86,7 @@ class RankExchange(Exchange):
         elif split_a == 0 and split_b == 0:
             pattern = "ag+gemm"
         else:
-            return multiply(a, b, dtype)
+            return multiply(a, b, dtype), None
         options: dict[str, Any] = {"rows": self.rows, "whole": self.features, "partial_dtype": recipe.partial_dtype}
         if forward:
             options |= {"schedule": self.schedule, "chunks": self.chunks}
@@ -95,17 +94,13 @@ class RankExchange(Exchange):
         # A rank without rows of B receives nothing.
         keep = keep and pattern == "ag+gemm" and (self.features is None or all(split_extent(self.features, self.ranks)))
         found = product_of(pattern, a, b, None, self.group_name, dtype, gathered=keep, **options)
-        if len(found) > 1:
-            self.kept = whole_scales(a, found[1], self.group_name, self.rows)
-        return found[0]
+        return found[0], whole_scales(a, found[1], self.group_name, self.rows) if keep else None
 
     def whole(self, x: Tensor | Quantized, split: int | None) -> Any:
         """All columns of an operand, which are the tokens of all ranks."""
         if split != 1:
             return x
         if isinstance(x, Quantized):
-            if self.kept is not None:
-                return self.kept.t()
             return gather_quantized(x.t(), self.group_name, self.rows).t()
         return library.gather(x.t(), self.group_name, self.rows).t()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,8 @@ def misuse() -> dict[str, str]:
         "several": lambda: gather(a, [b, b], group=group, recipe="rowwise", out_features=[OUT, OUT - 1]),
         "k": lambda: scatter(qa, fp8.quantize(w.detach()[:, 1:], OperandScaling(1, None)), group=group),
         "dtypes": lambda: gather(a, b.double(), group=group, recipe="rowwise"),
+        "scatter dtypes": lambda: scatter(split(x, 1), split(w, 1).double(), group=group, recipe="rowwise"),
+        "reduce dtypes": lambda: distgemm.matmul_all_reduce(a, b.double(), group=group, recipe="rowwise"),
         "embedding": lambda: parallelize_module(
             nn.Sequential(nn.Embedding(8, 8)),
             init_device_mesh("cpu", (dist.get_world_size(),)),
@@ -364,6 +367,58 @@ def layers() -> list[str]:
     return wrong
 
 
+def applied() -> list[str]:
+    """Recipes of Linears that layers and styles are made of; projections to heads; the dtype of torch's default."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (ranks,))
+    wrong = []
+    base = nn.Sequential(nn.Linear(FEATURES, OUT))
+    distgemm.nn.use_recipe(base, "tensorwise_delayed")
+    styled = parallelize_module(copy.deepcopy(base), mesh, {"0": distgemm.nn.ColwiseParallel()})
+    made = distgemm.nn.ColumnParallelLinear.from_linear(base[0], group=mesh, device="meta")  # type: ignore[arg-type]
+    for each in (styled[0], made):  # type: ignore[index]
+        if not isinstance(each.fp8, fp8.LayerState) or each.fp8.history.device != each.weight.device:
+            wrong.append(f"{type(each).__name__}: {each.fp8}")
+    heads: Any = nn.ModuleDict(
+        {
+            "style": nn.Linear(16 * ranks, 16 * ranks),
+            "layer": distgemm.nn.TokensToHeadsLinear(16 * ranks, 16 * ranks, head_dim=16, group=mesh),
+            "linear": nn.Linear(16, 16),
+        }
+    )
+    parallelize_module(heads, mesh, {"style": distgemm.nn.TokensToHeads(head_dim=16)})
+    x = torch.randn(4, 16 * ranks)
+    wanted = heads["style"](x), heads["layer"](x)
+    if (names := distgemm.nn.use_recipe(heads, "rowwise")) != ["linear"]:
+        wrong.append(f"fp8 in {names}")
+    wrong += [far(heads[name](x), y, 0.0) for name, y in zip(("style", "layer"), wanted, strict=True)]
+    x, w, *_ = (each.detach() for each in data())
+    y = split(fp8.linear(x, w, recipe="tensorwise"), 1)
+    tokens = [TOKENS, *[0] * (ranks - 1)]  # ranks without tokens take part in the all-reduce of amax
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        mine = x.split(tokens)[rank], split(w, 0)
+        got = distgemm.all_gather_matmul(*mine, group=mesh, recipe="tensorwise", m_per_rank=tokens)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return [each for each in (*wrong, far(got, y)) if each]
+
+
+def freed() -> list[str]:
+    """Gathered codes are saved tensors: they do not outlive the backward pass, and hooks of checkpoints see them."""
+    group: Any = dist.group.WORLD
+    x, w, *_ = data()
+    a, b, c, d = split(x, 0), split(w, 0), split(x, 1), split(w, 1)
+    saved: list[Any] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.shape), t)[1], lambda t: t):
+        one = distgemm.all_gather_matmul(a, b, group=group, recipe="tensorwise", keep_gathered=True)
+    two = distgemm.matmul_reduce_scatter(c, d, group=group, recipe="tensorwise")
+    (one.sum() + two.sum()).backward()
+    whole = {(torch.float8_e4m3fn, x.shape), (torch.float8_e5m2, (TOKENS, OUT))}
+    alive = {(t.dtype, t.shape) for t in gc.get_objects() if type(t) is Tensor} & whole
+    return [f"{each} lives" for each in alive] + ([] if x.shape in saved else [f"saved {saved}"])
+
+
 def warmed() -> list[str]:
     """Warmup lists the products of a layer with a recipe, and leaves nothing in its state."""
     group: Any = dist.group.WORLD
@@ -381,9 +436,30 @@ def warmed() -> list[str]:
 
 
 def compiled() -> list[str]:
-    """torch.compile without a graph break computes the same."""
+    """torch.compile without a graph break computes the same; with one, weights that are quantised once a step."""
     group: Any = dist.group.WORLD
     wrong = []
+    layer = distgemm.nn.RowParallelLinear(FEATURES, OUT, group=group, recipe="tensorwise")
+    compiled, grads = torch.compile(layer, backend="aot_eager"), []
+    with fp8.fixed_weights():
+        for each in (layer, compiled, compiled):
+            layer.weight.grad = None
+            each(split(data()[0], 1)).sum().backward()
+            grads.append(layer.weight.grad.to_local())  # type: ignore[attr-defined]
+    wrong += [far(grad, grads[0]) for grad in grads]
+    for name in ("tensorwise", "rowwise"):
+        x, w, _, dy = data()
+
+        def scatter(a: Tensor, b: Tensor, name: str = name) -> Tensor:
+            return distgemm.matmul_reduce_scatter(a, b, group=group.group_name, recipe=name) * 2
+
+        found = []
+        for function in (scatter, torch.compile(scatter, fullgraph=True, backend="aot_eager")):
+            a, b = split(x, 1), split(w, 1)
+            y = function(a, b)
+            y.backward(split(dy, 0))
+            found.append((y, a.grad, b.grad))
+        wrong += [f"{name}: {reason}" for one, two in zip(*found, strict=True) if (reason := far(one, two))]
     for name in ("tensorwise", "rowwise"):
         x, w, _, dy = data()
 
@@ -397,4 +473,4 @@ def compiled() -> list[str]:
             y.backward(split(dy, 1))
             found.append((y, a.grad, b.grad))
         wrong += [f"{name}: {reason}" for one, two in zip(*found, strict=True) if (reason := far(one, two))]
-    return wrong
+    return [each for each in wrong if each]

@@ -19,7 +19,7 @@ from tests.multiprocess.ops_torch_worker import run_all
 CHECKS: dict[int, list[Any]] = {
     1: [worker.functions, worker.layers],
     2: [worker.functions, worker.unequal, worker.tensors_in_fp8, worker.bytes_of_gathers, worker.misuse, worker.models,
-        worker.layers],
+        worker.layers, worker.applied, worker.freed],
     3: [worker.functions, worker.unequal, worker.tensors_in_fp8, worker.warmed, worker.compiled],
     4: [worker.functions, worker.unequal, worker.bytes_of_gathers, worker.models, worker.layers],
     8: [worker.functions],
@@ -33,7 +33,9 @@ def results(ranks: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("ranks", SAMPLE)
-@pytest.mark.parametrize("check", ["functions", "unequal", "tensors_in_fp8", "models", "layers", "warmed", "compiled"])
+@pytest.mark.parametrize(
+    "check", ["functions", "unequal", "tensors_in_fp8", "models", "layers", "applied", "freed", "warmed", "compiled"]
+)
 def test_ranks_compute_what_one_rank_computes(check: str, ranks: int) -> None:
     if check not in [each.__name__ for each in CHECKS[ranks]]:
         pytest.skip(f"not with {ranks} ranks")
@@ -76,6 +78,8 @@ def test_a_quantised_gather_moves_half_and_the_scales(ranks: int) -> None:
         ("several", "with a recipe, several b are stacked, so ranks have equal shares of each"),
         ("k", "a is (tokens, in_features) and b (out_features, in_features), as a Linear's weight"),
         ("dtypes", "b.to(torch.float32) would do"),
+        ("scatter dtypes", "matmul_reduce_scatter: a has torch.float32, b has torch.float64"),
+        ("reduce dtypes", "matmul_all_reduce: a has torch.float32, b has torch.float64"),
         ("embedding", "an nn.Embedding has no GEMM, so it takes no schedule, chunks or recipe"),
         ("style", "recipe is a distgemm.fp8.Recipe, or one of the names tensorwise"),
         ("layer", "recipe is one of tensorwise, tensorwise_delayed"),

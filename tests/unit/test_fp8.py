@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -72,6 +73,15 @@ def test_nan_and_infinity_are_not_hidden() -> None:
     x[0, 1], x[1, 2] = float("nan"), float("inf")
     found = fp8.dequantize(fp8.quantize(x, OperandScaling(1, None)))
     assert found[0].isnan().all() and not found[1, 2].isfinite()
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_a_layer_does_not_hide_infinity(name: str, power_of_two: bool) -> None:
+    x = torch.ones(2, 16)
+    x[1, 2] = float("inf")
+    recipe = fp8.recipe(name, power_of_two=power_of_two)
+    assert not fp8.linear(x, torch.eye(16), recipe=recipe)[1].isfinite().all()
 
 
 def test_elements_beyond_a_given_magnitude_become_the_largest() -> None:
@@ -215,6 +225,78 @@ def test_delayed_scales_are_those_of_the_steps_before(monkeypatch: pytest.Monkey
     assert float(other.amax("x")) == 2.0  # type: ignore[arg-type]
 
 
+DELAYED = fp8.recipe("tensorwise_delayed", history=2)
+
+
+def train(state: fp8.LayerState, x: float = 1.0, dy: float = 1.0) -> torch.Tensor:
+    """A step of a layer that returns its input; the gradient of the input, which is dy."""
+    given, w = torch.full((2, 16), x, requires_grad=True), torch.eye(16, requires_grad=True)
+    y = fp8.linear(given, w, recipe=state)
+    y.backward(torch.full_like(y, dy))
+    assert given.grad is not None
+    return given.grad
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_passes_without_a_backward_pass_leave_the_history(is_frozen: bool) -> None:
+    state = fp8.LayerState(DELAYED)
+    train(state)
+    with torch.set_grad_enabled(is_frozen):  # a frozen layer whose input has no gradient
+        fp8.linear(torch.full((2, 16), 1000.0), torch.eye(16), recipe=state)
+    train(state)
+    assert torch.equal(state.history, torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("dy", [0.0, float("inf"), float("nan")])
+def test_steps_without_a_magnitude_repeat_the_one_before(dy: float) -> None:
+    """Gradients that are masked, or that overflow under loss scaling, spoil no later step."""
+    state = fp8.LayerState(DELAYED)
+    train(state)
+    for _ in range(3):
+        train(state, dy=dy)
+    assert torch.equal(train(state), torch.ones(2, 16)) and state.history.isfinite().all()
+
+
+def test_several_forward_passes_before_their_backward_passes_keep_the_history() -> None:
+    """As in a pipeline. The first backward pass moves on what all of them have noted."""
+    state, w = fp8.LayerState(DELAYED), torch.eye(16, requires_grad=True)
+    train(state)
+    for y in [fp8.linear(torch.ones(2, 16), w, recipe=state) for _ in range(4)]:
+        y.sum().backward()
+    assert torch.equal(fp8.linear(torch.ones(2, 16), w, recipe=state), torch.ones(2, 16))
+    with fp8.fixed_weights():  # notes the weight once
+        for _ in range(4):
+            fp8.linear(torch.ones(2, 16), w, recipe=state).sum().backward()
+    assert torch.equal(state.history, torch.tensor([[1.0], [1.0], [1.0]]).expand(3, 2))
+
+
+def test_a_state_that_is_loaded_or_reset_forgets_what_was_before() -> None:
+    state = fp8.LayerState(DELAYED)
+    empty = copy.deepcopy(state.state_dict())
+    for forget in (lambda: state.load_state_dict(empty), state.reset_parameters):
+        for _ in range(2):
+            train(state)
+        fp8.linear(torch.full((2, 16), 1000.0), torch.eye(16, requires_grad=True), recipe=state)  # no backward pass
+        forget()
+        y = fp8.linear(torch.full((2, 16), 4.0), torch.eye(16, requires_grad=True), recipe=state)
+        y.sum().backward()
+        assert torch.equal(y, torch.full((2, 16), 4.0)) and state.history[0].tolist() == [4.0, 0.0]
+
+
+def test_the_history_stays_in_float32() -> None:
+    model = nn.Sequential(nn.Linear(16, 16))
+    distgemm.nn.use_recipe(model, "tensorwise_static")
+    state: Any = model[0].fp8
+    state.set(x=1e-9, w=1e9)
+    assert torch.equal(model.half()[0].fp8.history, torch.tensor([[1e-9], [1e9], [0.0]]))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert fp8.LayerState("tensorwise_delayed").history.dtype == torch.float32
+        assert fp8.quantize(torch.empty(0, 8), OperandScaling(None, None)).scales.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_the_history_is_where_the_weight_is() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(16, 16, device="meta"))
     distgemm.nn.use_recipe(model, "tensorwise_delayed")
@@ -266,6 +348,36 @@ def test_weights_are_quantised_once_a_step(monkeypatch: pytest.MonkeyPatch) -> N
         assert torch.equal(fp8.linear(x, w, recipe=state), x @ w.t())  # of the new weight
 
 
+def test_weights_that_are_quantised_once_live_as_long_as_their_step() -> None:
+    state, w = fp8.LayerState("tensorwise"), torch.ones(16, 16, requires_grad=True)
+    with fp8.fixed_weights():
+        with torch.inference_mode():
+            fp8.linear(torch.ones(1, 16), w, recipe=state)  # an evaluation, whose tensors autograd does not save
+        fp8.linear(torch.ones(1, 16), w, recipe=state).sum().backward()
+        size = len(pickle.dumps(copy.deepcopy(state)))
+    assert size == len(pickle.dumps(fp8.LayerState("tensorwise"))) and w.grad is not None
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
+def test_autocast_leaves_products_of_fp8_in_float32(name: str) -> None:
+    x, w = matrix(TOKENS, FEATURES, 1), matrix(OUT, FEATURES, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = fp8.linear(x, w, recipe=name)
+    assert torch.equal(found, fp8.linear(x, w, recipe=name))
+
+
+def test_a_second_derivative_is_refused() -> None:
+    x, w = torch.ones(2, 16, requires_grad=True), torch.ones(4, 16, requires_grad=True)
+    (grad,) = torch.autograd.grad(fp8.linear(x, w, recipe="tensorwise").square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_a_layer_takes_one_token() -> None:
+    y = fp8.linear(torch.ones(16), torch.eye(16), recipe="tensorwise")
+    assert torch.equal(y, torch.ones(16))
+
+
 def test_scope_of_shards_differs_from_the_whole() -> None:
     x, w = matrix(TOKENS, FEATURES, 1), matrix(OUT, FEATURES, 2)
     one = fp8.linear(x, w, recipe=fp8.recipe("tensorwise"), parallel="row", ranks=4)
@@ -296,6 +408,15 @@ def test_scope_of_shards_differs_from_the_whole() -> None:
             lambda: fp8.linear(torch.ones(2, 4), torch.ones(3, 4), recipe="tensorwise_delayed"),
             "recipe=distgemm.fp8.LayerState(recipe), one for each layer",
         ),
+        (lambda: fp8.LayerState("e4m3"), "recipe is one of tensorwise"),
+        (lambda: fp8.LayerState(fp8.recipe("rowwise")).set(x=1.0, w=1.0), "such as 'tensorwise_static', got one with"),
+        (lambda: fp8.linear([1.0], torch.ones(3, 4), recipe="rowwise"), "x is a tensor of a floating type"),  # type: ignore[arg-type]
+        (
+            lambda: fp8.linear(torch.ones(2, 4).int(), torch.ones(3, 4), recipe="rowwise"),
+            "floating type, got torch.int",
+        ),
+        (lambda: fp8.linear(torch.ones(2, 4), torch.ones(4, 3), recipe="rowwise"), "(out_features, in_features), got"),
+        (lambda: fp8.linear(torch.ones(2, 4), torch.ones(3, 4), torch.ones(1), recipe="rowwise"), "bias is (3,)"),
         (lambda: distgemm.nn.use_recipe(nn.ReLU(), "rowwise"), "no layer of the model computes in fp8"),
         (lambda: distgemm.nn.all_but(3), "patterns[0] is the name of a layer"),  # type: ignore[arg-type]
     ],
