@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor  # noqa: PLC2701  (torch has no public name)
 
 from distgemm.fp8.layer import Exchange, Split, linear_over, multiply
 from distgemm.fp8.quantize import Quantized, amax_of, quantize_with, spans
 from distgemm.fp8.recipe import Recipe
 from distgemm.plan.scaling import OperandScaling, Scaling
-from distgemm.runtime.checks import process_group
+from distgemm.runtime.checks import compare, process_group
+from distgemm.runtime.groups import PerGroup, raise_if_failed
 from distgemm.schedulers import Pattern
 from distgemm.torch_ops import library
 from distgemm.torch_ops.library import split_extent
@@ -22,6 +24,8 @@ __all__ = ["RankExchange", "all_reduced", "as_quantized", "gather_products", "pr
 Tensor = torch.Tensor
 COLLECTIVES: Any = torch.ops._c10d_functional
 """The collectives that torch.compile knows, by the name of a group."""
+_COMPARED: PerGroup[set[tuple[Recipe, Split]]] = PerGroup(set)
+"""The recipes that the ranks of each group have in common."""
 
 
 class RankExchange(Exchange):
@@ -50,6 +54,22 @@ class RankExchange(Exchange):
         self.split, self.group_name, self.rows, self.features = split, group, rows, features
         self.schedule, self.chunks = schedule, chunks
         self.ranks, self.keeps_gathered = ranks_of(group), keeps_gathered
+
+    def check_recipe(self, recipe: Recipe, x: Tensor) -> None:
+        """Raise ValueError on all ranks if they call a layer with different recipes.
+
+        On GPUs only the first call of a recipe is collective: later ones may be captured. On CPUs each call is, as those
+        of executables are. Calls that are compiled are not compared.
+        """
+        if recording() or torch.compiler.is_compiling() or isinstance(x, FakeTensor):
+            return
+        group = process_group(self.group_name)
+        raise_if_failed(group)
+        compared, key = _COMPARED.of(group), (recipe, self.split)
+        if x.is_cuda and (key in compared or torch.cuda.is_current_stream_capturing()):
+            return
+        compare({"call": f"a layer in fp8, split as {tuple(self.split)}", "recipe": recipe}, group, x.device)
+        compared.add(key)
 
     def quantize(
         self,

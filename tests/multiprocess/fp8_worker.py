@@ -223,6 +223,8 @@ def misuse() -> dict[str, str]:
     gather, scatter = distgemm.all_gather_matmul, distgemm.matmul_reduce_scatter
     calls = {
         "recipe": lambda: gather(a, b, group=group, recipe="fp8"),
+        "recipes": lambda: gather(a, b, group=group, recipe=fp8.recipe("rowwise", power_of_two=dist.get_rank() == 0)),
+        "no recipe": lambda: gather(a, b, group=group, recipe="tensorwise" if dist.get_rank() else None),
         "mixed": lambda: gather(qa, b, group=group),
         "mixed b": lambda: gather(a, qb, group=group),
         "twice": lambda: gather(qa, qb, group=group, recipe="rowwise"),

@@ -59,6 +59,8 @@ def test_a_quantised_gather_moves_half_and_the_scales(ranks: int) -> None:
     ("what", "message"),
     [
         ("recipe", "recipe is one of tensorwise, tensorwise_delayed"),
+        ("recipes", "the ranks of the group make different calls; recipe: Recipe("),
+        ("no recipe", "the ranks of the group make different calls; call: "),
         ("mixed", "all operands are in fp8, or none; b is not. distgemm.fp8.quantize makes one"),
         ("mixed b", "all_gather_matmul: b is a torch.Tensor"),
         ("twice", "the operands are in fp8 already, so there is no recipe"),
