@@ -23,7 +23,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,6 +57,7 @@ __all__ = [
     "origin",
     "pack_cubins",
     "sources_hash",
+    "stop_compilers",
     "usable_pack",
     "works_here",
 ]
@@ -78,6 +79,9 @@ COMPILE_TIMEOUT_S = 1800.0
 
 OLDER_NVCC = "update the driver, or install an older nvcc and set DISTGEMM_NVCC to its path"
 WRITABLE = "set DISTGEMM_CACHE_DIR to a folder that can be written"
+
+_RUNNING: set[int] = set()
+"""The process groups of the compilers that run now."""
 
 BUILDING = ".building"
 """Ends the names of folders in which a cubin is compiled."""
@@ -217,12 +221,27 @@ def _run(words: Sequence[str], timeout: float) -> tuple[int, str]:
         errors="replace",
         start_new_session=True,  # so that all of its processes can be ended
     ) as process:
+        _RUNNING.add(process.pid)
         try:
             output, _ = process.communicate(timeout=timeout)
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
+            _kill(process.pid)
             raise
+        finally:
+            _RUNNING.discard(process.pid)
     return process.returncode, output
+
+
+def _kill(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        os.killpg(group, signal.SIGKILL)
+
+
+def stop_compilers(futures: Sequence[Future[Any]]) -> None:
+    """Wait until these futures are done. Meanwhile, end every compiler of this process, also those that start."""
+    while wait(futures, 0.1).not_done:
+        for group in list(_RUNNING):
+            _kill(group)
 
 
 def driver_cuda() -> str | None:
@@ -439,9 +458,12 @@ def build(sources: Iterable[KernelSource], jobs: int | None = None, progress: bo
                     _make_once(source)  # the pack has it
             for future in futures:
                 future.result()
-        finally:
+        except BaseException as error:
             for future in futures:
                 future.cancel()
+            if not isinstance(error, Exception):  # Ctrl-C reaches this process alone
+                stop_compilers(futures)
+            raise
     return [_cached(source)[0] for source in listed]
 
 

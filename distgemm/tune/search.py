@@ -18,7 +18,7 @@ from distgemm.gemm import GemmSpec, GemmTensors, MatrixSpec, forget_kernels
 from distgemm.gemm import select as gemm_select
 from distgemm.gemm.cache import Entries
 from distgemm.gemm.cutlass import CutlassProvider, kernel_source
-from distgemm.gemm.nvcc import KernelSource, build_together, is_there
+from distgemm.gemm.nvcc import KernelSource, build_together, is_there, stop_compilers
 from distgemm.gemm.spec import SCALE_BLOCK, Status
 from distgemm.measure.operation import Operation, WrongResultError, executable_method
 from distgemm.measure.timing import attempt, sample
@@ -343,7 +343,11 @@ def compiling(sources: Sequence[KernelSource], group: dist.ProcessGroup) -> Iter
     rank, size = dist.get_rank(group), group.size()
     with ThreadPoolExecutor(1) as pool:
         compiled = [pool.submit(build_together, sources, rank, size, background=True)] if sources else []
-        yield lambda: wait(compiled)
+        try:
+            yield lambda: wait(compiled)
+        except KeyboardInterrupt:
+            stop_compilers(compiled)
+            raise
 
 
 def _executables(

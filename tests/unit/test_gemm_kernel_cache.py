@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.metadata
 import json
@@ -301,6 +302,28 @@ def test_a_killed_compiler_leaves_no_cubin(nvcc: Nvcc, tmp_path: Path) -> None:
     assert cubins() == sorted([path.name, path.with_suffix(".json").name])
     assert cubin_path(SOURCE).stat().st_size == MEBIBYTE
     assert len(nvcc.calls) == 3
+
+
+def test_ctrl_c_ends_the_compilers(nvcc: Nvcc) -> None:
+    nvcc.set(does='echo $$ >>"$0.pids"; exec sleep 60')
+    sources = [replace(SOURCE, arch=arch) for arch in ("80", "86", "90a")]
+    child = f"from distgemm.gemm.nvcc import KernelSource, build; build({sources!r}, jobs=2, progress=False)"
+    process = subprocess.Popen([sys.executable, "-c", child], stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    pids = nvcc.path.with_name("nvcc.pids")
+    while not pids.exists() or len(pids.read_text().split()) < 2:
+        assert time.monotonic() < deadline, "the compilers have not been called"
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    try:
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        for pid in pids.read_text().split():  # those that still run
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(int(pid), signal.SIGKILL)
+    assert b"KeyboardInterrupt" in errors and not cubins()
+    assert len(nvcc.calls) == 2  # and not the third one
 
 
 def test_a_cubin_without_a_manifest_is_removed_by_the_next_build(nvcc: Nvcc) -> None:
