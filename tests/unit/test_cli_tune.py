@@ -122,6 +122,13 @@ def test_a_benchmark_with_wrong_rows_is_refused(
     assert run.exit_code == 2 and message in run.output and not list(cache.glob("*.json"))
 
 
+def test_a_cache_that_cannot_be_written(cache: Path) -> None:
+    cache.write_text("a file")
+    run = CliRunner().invoke(cli.app, ["tune", "--from", str(EXAMPLE)])
+    assert run.exit_code == 2, run.output
+    assert "plans_H200_of_a_fable.json cannot be written" in run.stderr and "set DISTGEMM_CACHE_DIR" in run.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
