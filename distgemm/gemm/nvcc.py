@@ -77,7 +77,10 @@ VERSION_TIMEOUT_S = 60.0
 COMPILE_TIMEOUT_S = 1800.0
 """Time in which nvcc must compile a kernel. It takes about 10 s on an idle machine."""
 
+TOO_OLD = "Unsupported gpu architecture"
+NEWER_NVCC = "install a newer nvcc, and set DISTGEMM_NVCC to its path"
 OLDER_NVCC = "update the driver, or install an older nvcc and set DISTGEMM_NVCC to its path"
+NO_CUTLASS = "CUTLASS's headers are missing; install them with: pip install nvidia-cutlass"
 WRITABLE = "set DISTGEMM_CACHE_DIR to a folder that can be written"
 
 _RUNNING: set[int] = set()
@@ -143,14 +146,16 @@ def cache_dir() -> Path:
 
     It is $DISTGEMM_CACHE_DIR, or ``distgemm`` in $XDG_CACHE_HOME, or ``~/.cache/distgemm``.
 
+    A ``~`` in a variable is the home folder, also where no shell has replaced it.
+
     Raises:
-        CacheError: if neither variable is set, and the user has no home.
+        CacheError: if the user's home is wanted, and there is none.
     """
-    if chosen := os.environ.get("DISTGEMM_CACHE_DIR"):
-        return Path(chosen)
-    if caches := os.environ.get("XDG_CACHE_HOME"):
-        return Path(caches) / "distgemm"
     try:
+        if chosen := os.environ.get("DISTGEMM_CACHE_DIR"):
+            return Path(chosen).expanduser()
+        if caches := os.environ.get("XDG_CACHE_HOME"):
+            return Path(caches).expanduser() / "distgemm"
         return Path.home() / ".cache" / "distgemm"
     except RuntimeError as error:
         raise CacheError(
@@ -282,13 +287,18 @@ def cutlass_include() -> Path:
         include = Path(place) / "source" / "include"
         if (include / "cutlass" / "cutlass.h").is_file():
             return include
-    raise CompilerNotFoundError("CUTLASS's headers are missing; install them with: pip install nvidia-cutlass")
+    raise CompilerNotFoundError(NO_CUTLASS)
 
 
 def _stem(source: KernelSource, pack: Pack | None = None) -> str:
     """The part of a cubin's name that does not depend on the compiler: as compiled here, or as in a pack."""
     texts = [read_source(source.path.with_name(name)) for name in (source.file, *source.headers)]
-    cutlass = pack.cutlass if pack else importlib.metadata.version("nvidia-cutlass")
+    try:
+        cutlass = pack.cutlass if pack else importlib.metadata.version("nvidia-cutlass")
+    except importlib.metadata.PackageNotFoundError:
+        raise CompilerNotFoundError(
+            f"kernel {source.name} is not compiled yet, {_not_packed()}, and {NO_CUTLASS}"
+        ) from None
     made_from = json.dumps([*texts, cutlass, source.macros, source.arch, FLAGS])
     return hashlib.sha256(made_from.encode()).hexdigest()[:24]
 
@@ -537,7 +547,7 @@ def _make_once(source: KernelSource) -> Path:
         ) from None
     except CacheError:
         raise
-    except OSError as error:
+    except (OSError, NotImplementedError) as error:  # the latter: a file system without locks, with an older filelock
         raise CacheError(f"kernel cache: {path.parent} cannot be written: {error}; {WRITABLE}") from error
     return path
 
@@ -550,7 +560,8 @@ def _sweep(folder: Path) -> None:
 
     for path in filter(is_left, [*folder.glob(f"*{BUILDING}"), *folder.glob("*.cubin")]):
         # Who builds a cubin holds its lock, and may have finished meanwhile.
-        with contextlib.suppress(Timeout), FileLock(folder / f"{path.name.partition('.')[0]}.lock", timeout=0):
+        # What cannot be removed stays: another user's, or a folder on NFS that a compiler still writes.
+        with contextlib.suppress(OSError), FileLock(folder / f"{path.name.partition('.')[0]}.lock", timeout=0):
             if path.is_dir():
                 shutil.rmtree(path)
             elif is_left(path):
@@ -592,7 +603,8 @@ def _compile(source: KernelSource, nvcc: Path, path: Path) -> None:
                 f"{' '.join(words)}\ndid not end within {COMPILE_TIMEOUT_S:.0f} s, and was stopped"
             ) from None
         if status:
-            raise CompileError(f"{' '.join(words)}\nfailed with exit status {status}:\n{_excerpt(output)}")
+            old = f"\n{compiler_version(nvcc)} is too old for sm_{source.arch}; {NEWER_NVCC}" * (TOO_OLD in output)
+            raise CompileError(f"{' '.join(words)}\nfailed with exit status {status}:\n{_excerpt(output)}{old}")
         if SERIALISED in output:
             raise CompileError(f"ptxas serialised wgmma in {source.name}, which makes it slow:\n{_excerpt(output)}")
         if not out.is_file():

@@ -37,6 +37,7 @@ from distgemm.gemm.nvcc import (
     is_there,
     missing,
 )
+from distgemm.gemm.select import CACHE
 
 SOURCE = KernelSource("a kernel", (("DG_D", "float"), ("DG_TILE_M", "128")), "90a")
 MEBIBYTE = 1 << 20
@@ -346,6 +347,33 @@ def test_what_another_process_builds_is_not_removed(nvcc: Nvcc) -> None:
     assert not built.exists()
 
 
+def test_what_cannot_be_removed_stays(nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a folder of another user, or one on NFS that a compiler still writes."""
+    left = cache_dir() / "kernels" / "abc-1.x.building"
+    left.mkdir(parents=True)
+    rmtree = shutil.rmtree
+
+    def busy(path: Path, *others: object, **more: object) -> None:
+        if Path(path) == left:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+        rmtree(path, *others, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(compiler.shutil, "rmtree", busy)
+    assert cubin_path(SOURCE).is_file() and left.exists()
+
+
+def test_a_file_system_without_locks(nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch) -> None:
+    """filelock before 3.21 raises this; later ones lock in another way."""
+
+    def acquire(*given: object, **more: object) -> None:
+        raise NotImplementedError("FileSystem does not appear to support flock")
+
+    monkeypatch.setattr(FileLock, "acquire", acquire)
+    for make in (lambda: cubin_path(SOURCE), lambda: CACHE.record("a GPU", {})):
+        with pytest.raises(CacheError, match="does not appear to support flock; set DISTGEMM_CACHE_DIR to a folder"):
+            make()
+
+
 # --- owners and modes -----------------------------------------------------------------------------------
 
 
@@ -433,6 +461,12 @@ def test_an_error_has_the_compilers_output(nvcc: Nvcc) -> None:
     assert cubins() == []
     nvcc.set()
     assert cubin_path(SOURCE).exists()
+
+
+def test_a_compiler_that_is_too_old(nvcc: Nvcc) -> None:
+    nvcc.set(does="echo \"nvcc fatal   : Unsupported gpu architecture 'compute_90a'\"; exit 1", release="11.5")
+    with pytest.raises(CompileError, match=r"'compute_90a'\nrelease 11\.5.* is too old for sm_90a; .*DISTGEMM_NVCC"):
+        cubin_path(SOURCE)
 
 
 def test_a_failure_with_warnings_only_shows_them(nvcc: Nvcc) -> None:
@@ -737,8 +771,15 @@ def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_dir() == Path("/home/somebody/.cache/distgemm")
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
     assert cache_dir() == Path("/caches/distgemm")
+    monkeypatch.setenv("XDG_CACHE_HOME", "~/caches")  # as no shell expands it in a container's environment
+    assert cache_dir() == Path("/home/somebody/caches/distgemm")
     monkeypatch.setenv("DISTGEMM_CACHE_DIR", "/kernels")
     assert cache_dir() == Path("/kernels")
+    monkeypatch.setenv("DISTGEMM_CACHE_DIR", "~/kernels")
+    assert cache_dir() == Path("/home/somebody/kernels")
+    monkeypatch.setenv("DISTGEMM_CACHE_DIR", "~nobody-of-this-name/kernels")
+    with pytest.raises(CacheError, match="no home folder"):
+        cache_dir()
 
 
 def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
