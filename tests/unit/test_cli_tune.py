@@ -122,6 +122,15 @@ def test_a_benchmark_with_wrong_rows_is_refused(
     assert run.exit_code == 2 and message in run.output and not list(cache.glob("*.json"))
 
 
+def test_a_method_without_times_is_not_recorded(tmp_path: Path) -> None:
+    example = json.loads(EXAMPLE.read_text())
+    example["rows"][0]["methods"][0]["rounds"] = []
+    file = tmp_path / "bench.json"
+    file.write_text(json.dumps(example))
+    run = CliRunner().invoke(cli.app, ["tune", "--from", str(file)])
+    assert run.exit_code == 0 and "it was not measured" in run.stderr, run.output
+
+
 def test_under_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """It joins the ranks that are there, and the first one reports."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
