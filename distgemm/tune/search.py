@@ -154,8 +154,14 @@ def search(
     on = size, ranks_per_host(group)
     key = key_of(problem, pattern, *on)
     whole = round_up(problem, pattern, size)
-    if write:  # finds a broken file before anything is measured
-        from_first(group, device, lambda: look_up(problem, pattern, size, gpu_name(device)))
+
+    def check_file() -> None:
+        look_up(problem, pattern, size, gpu_name(device))
+        if must_write:
+            CACHE.record(gpu_name(device), {})
+
+    if write:  # finds a file that is broken or cannot be written before anything is measured
+        from_first(group, device, check_file)
     tried = from_first(group, device, lambda: shortlist(whole, pattern, *on))
     if kernels:
         _tune_gemms(whole, tried, group, device, report)
