@@ -88,6 +88,8 @@ _RUNNING: set[int] = set()
 
 BUILDING = ".building"
 """Ends the names of folders in which a cubin is compiled."""
+HOST = os.uname().nodename.replace(".", "-")
+"""Stands in the names of these folders."""
 MANIFEST: dict[str, type | tuple[type, ...]] = {
     "kernel": str,
     "arch": str,
@@ -556,16 +558,22 @@ def _sweep(folder: Path) -> None:
     """Remove what builds that were killed have left: folders, and cubins without a manifest."""
 
     def is_left(path: Path) -> bool:
-        return path.suffix == BUILDING or not path.with_suffix(".json").exists()
+        if path.suffix != BUILDING:
+            return not path.with_suffix(".json").exists()
+        # Some file systems do not tell other machines about locks.
+        return f".{HOST}." in path.name or time.time() - path.stat().st_mtime > COMPILE_TIMEOUT_S
 
-    for path in filter(is_left, [*folder.glob(f"*{BUILDING}"), *folder.glob("*.cubin")]):
-        # Who builds a cubin holds its lock, and may have finished meanwhile.
+    for path in [*folder.glob(f"*{BUILDING}"), *folder.glob("*.cubin")]:
         # What cannot be removed stays: another user's, or a folder on NFS that a compiler still writes.
-        with contextlib.suppress(OSError), FileLock(folder / f"{path.name.partition('.')[0]}.lock", timeout=0):
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif is_left(path):
-                path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            if not is_left(path):
+                continue
+            # Who builds a cubin holds its lock, and may have finished meanwhile.
+            with FileLock(folder / f"{path.name.partition('.')[0]}.lock", timeout=0):
+                if path.is_dir():
+                    shutil.rmtree(path)
+                elif is_left(path):
+                    path.unlink(missing_ok=True)
 
 
 def check_writable(folder: Path) -> None:
@@ -592,7 +600,7 @@ def command(source: KernelSource, nvcc: Path, out: Path) -> list[str]:
 
 
 def _compile(source: KernelSource, nvcc: Path, path: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix=f"{path.stem}.", suffix=BUILDING, dir=path.parent) as folder:
+    with _building(path) as folder:
         out = Path(folder) / path.name
         words = command(source, nvcc, out)
         start = time.monotonic()
@@ -621,8 +629,13 @@ def _compile(source: KernelSource, nvcc: Path, path: Path) -> None:
         _install(out, manifest, path)
 
 
+def _building(path: Path) -> tempfile.TemporaryDirectory[str]:
+    """A folder in which a cubin is compiled or unpacked."""
+    return tempfile.TemporaryDirectory(prefix=f"{path.stem}.{HOST}.", suffix=BUILDING, dir=path.parent)
+
+
 def _unpack(pack: Pack, stem: str, path: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix=f"{path.stem}.", suffix=BUILDING, dir=path.parent) as folder:
+    with _building(path) as folder:
         out = Path(folder) / path.name
         out.write_bytes(pack.read(stem))
         _install(out, pack.cubins[stem].manifest | {"pack": str(pack)}, path)

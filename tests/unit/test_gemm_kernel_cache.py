@@ -338,7 +338,7 @@ def test_a_cubin_without_a_manifest_is_removed_by_the_next_build(nvcc: Nvcc) -> 
 def test_what_another_process_builds_is_not_removed(nvcc: Nvcc) -> None:
     kernels = cache_dir() / "kernels"
     kernels.mkdir(parents=True)
-    built = kernels / "abc-1.x.building"
+    built = kernels / f"abc-1.{compiler.HOST}.x.building"
     built.mkdir()
     with FileLock(kernels / "abc-1.lock"):
         cubin_path(SOURCE)
@@ -347,9 +347,20 @@ def test_what_another_process_builds_is_not_removed(nvcc: Nvcc) -> None:
     assert not built.exists()
 
 
+def test_what_another_machine_builds_is_not_removed(nvcc: Nvcc) -> None:
+    """Its lock may not be seen here, as on Lustre with localflock. After half an hour, its compiler has ended."""
+    built = cache_dir() / "kernels" / "abc-1.another-machine.x.building"
+    built.mkdir(parents=True)
+    cubin_path(SOURCE)
+    assert built.exists()
+    os.utime(built, (time.time() - 2000, time.time() - 2000))
+    cubin_path(replace(SOURCE, arch="80"))
+    assert not built.exists()
+
+
 def test_what_cannot_be_removed_stays(nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as a folder of another user, or one on NFS that a compiler still writes."""
-    left = cache_dir() / "kernels" / "abc-1.x.building"
+    left = cache_dir() / "kernels" / f"abc-1.{compiler.HOST}.x.building"
     left.mkdir(parents=True)
     rmtree = shutil.rmtree
 
