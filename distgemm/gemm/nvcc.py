@@ -322,7 +322,7 @@ def usable_pack() -> tuple[Pack | None, str]:
     if pack is None:
         return None, ""
     why = not_usable(pack, sources_hash()) or not_loadable(pack.compiler, driver_cuda())
-    return (None, f"{pack}: {why}") if why else (pack, "")
+    return (None, f"{pack} in {pack.folder}: {why}") if why else (pack, "")
 
 
 def _packed(source: KernelSource) -> tuple[Pack, str] | None:

@@ -142,8 +142,8 @@ def _read_index(path: Path, changed: int) -> Pack:
         found = json.loads(read_regular(path))
         if found["format"] != FORMAT:
             raise PackError(
-                f"{DISTRIBUTION} {found['version']} has the format {found['format']}, and this distgemm reads "
-                f"{FORMAT}; install the pack of this distgemm"
+                f"{DISTRIBUTION} {found['version']} in {path.parent} has the format {found['format']}, and this "
+                f"distgemm reads {FORMAT}; install the pack of this distgemm"
             )
         cubins = {name: PackedCubin(*entry) for name, entry in found["cubins"].items()}
         facts = {name: str(found[name]) for name in ("version", "sources", "arch", "compiler", "cutlass")}

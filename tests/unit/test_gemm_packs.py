@@ -183,6 +183,7 @@ def test_a_pack_for_something_else(
 ) -> None:
     change_index(installed, lambda index: index.update({name: value}))
     refused_for(installed, nvcc, caplog, why)
+    assert str(installed) in usable_pack()[1]  # there may be another one, which this one hides
 
 
 def test_an_older_driver(
