@@ -183,9 +183,9 @@ def bench_command(
         command=shlex.join(["distgemm", *sys.argv[1:]]),
         before=before,
     )
-    for name in ("rounds", "burst_ms", "peers") if before is not None else ():
-        old, new = before.get(name), getattr(settings, name)
-        if old != new:
+    for name in ("rounds", "burst_ms", "peers"):
+        old, new = (before or {}).get(name), getattr(settings, name)
+        if before is not None and old != new:
             raise ValueError(
                 f"--resume: the rows of {json} have {name} {old}, and this run has {new}: give --rounds, --burst-ms "
                 "and --quick as before"
