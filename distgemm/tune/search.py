@@ -29,7 +29,7 @@ from distgemm.runtime.groups import ranks_per_host
 from distgemm.schedulers import Pattern
 from distgemm.tune import gemm as gemm_tuning
 from distgemm.tune import ranks
-from distgemm.tune.cache import CACHE, gpu_name, key_of, look_up
+from distgemm.tune.cache import CACHE, gpu_name, key_of
 from distgemm.tune.candidates import shortlist, specs_of
 from distgemm.tune.config import UNFUSED, TunedConfig
 from distgemm.tune.kernels import sources_of
@@ -156,7 +156,7 @@ def search(
     whole = round_up(problem, pattern, size)
 
     def check_file() -> None:
-        look_up(problem, pattern, size, gpu_name(device))
+        CACHE.read(gpu_name(device))
         if must_write:
             CACHE.record(gpu_name(device), {})
 
