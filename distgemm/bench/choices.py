@@ -51,8 +51,8 @@ def record_benchmark(result: Mapping[str, Any], *, write: bool = True) -> list[T
                 raise ValueError(f"{key}: {method['name']} was wrong: {method['error']}")
             ours = method["kind"] == OURS and method["name"] != AUTO
             config = parse_candidate(method["name"]) if ours else unfused.get(method["name"])
-            if config is not None and method["error"]:
-                refused[str(config)] = method["error"]
+            if config is not None and (method["error"] or method["ms"] is None):
+                refused[str(config)] = method["error"] or "it was not measured"
             elif config is not None:
                 times[config] = method["ms"]
         if not times:

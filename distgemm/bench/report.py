@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any, Literal
 
-from distgemm.arguments import read_json, shown
+from distgemm.arguments import read_json, shown, write
 from distgemm.measure.roof import Roof
 from distgemm.system import write_atomically
 
@@ -174,13 +174,19 @@ def wrong(result: Result) -> list[str]:
 
 
 FIELDS = {"rows", "about", "date", "rounds", "planned", "complete", "peers"}
-FACTS = {"gpus", "gpu", "cuda", "torch", "nccl", "nvls", "cutlass"}
+FACTS = {"gpus", "gpu", "cuda", "torch", "nccl", "nvls", "cutlass", "quack"}
 """What a result has, and its facts about the run."""
+PLAIN_METHOD: dict[str, Any] = {"captured": True, "detail": "", "error": "", "wrong": False}
+"""Fields of a method that a file may lack, as those in ``benchmarks/results`` do."""
 
 
 def save(result: Result, path: Path) -> None:
-    """Write a result as JSON. A reader sees the old file or the whole new one."""
-    write_atomically(path, json.dumps(result, indent=1) + "\n")
+    """Write a result as JSON. A reader sees the old file or the whole new one. A device or a pipe is written to."""
+    text = json.dumps(result, indent=1) + "\n"
+    if path.exists() and not path.is_file():
+        write("path", path, text)  # to replace /dev/null would break other programs
+    else:
+        write_atomically(path, text)
 
 
 def load(path: str | Path) -> Result:
@@ -198,9 +204,18 @@ def load(path: str | Path) -> Result:
             raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
         if not isinstance(about, dict) or not set(about) >= FACTS:
             raise ValueError(f"about is an object with {', '.join(sorted(FACTS))}, got {shown(about)}")
-        found["rows"] = [figures(row) for row in found["rows"]]
+        if not isinstance(about["gpu"], str):
+            raise TypeError
+        found["rows"] = [
+            figures(row | {"methods": [PLAIN_METHOD | each for each in row["methods"]]}) for row in found["rows"]
+        ]
         for row in found["rows"]:
             label(row)  # has the fields that name a row
+            for name in ("n", "k", "ranks", "tp"):
+                row[name]
+            for each in row["methods"]:
+                if not all(isinstance(each[name], str) for name in ("name", "kind", "detail", "error")):
+                    raise TypeError
     except KeyError as error:
         raise ValueError(f"{path} is not what distgemm bench --json wrote: a row or method lacks {error}") from None
     except (TypeError, AttributeError):

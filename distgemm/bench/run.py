@@ -25,7 +25,7 @@ from distgemm.bench.methods import (
     schedule_method,
     without_barrier,
 )
-from distgemm.bench.report import OURS, PART, PEER, Kind, best, figures, label, save
+from distgemm.bench.report import FACTS, OURS, PART, PEER, Kind, best, figures, label, save
 from distgemm.bench.stalls import Stalls
 from distgemm.measure.machine_facts import NO_MULTICAST, driver_facts, program_output, supports_multicast
 from distgemm.measure.operation import Method, Operation, eager, torch_methods
@@ -33,7 +33,7 @@ from distgemm.measure.profiler import replay_timeline
 from distgemm.measure.timing import Clock, Sample, attempt, sample
 from distgemm.tune import TunedConfig
 
-__all__ = ["Settings", "check_gpu", "run_rank"]
+__all__ = ["Settings", "check_machine", "run_rank"]
 
 EAGER = ("torch fused",)
 """Methods that are also timed without a graph, because that is how people call them."""
@@ -86,11 +86,11 @@ def run_rank(jobs: list[Job], settings: Settings, path: Path) -> dict[str, Any]:
         "peers": settings.peers,
         "planned": len(jobs),
         "complete": False,
-        "about": about(device) if first else {},
+        "about": about(device),
         "rows": [],
     }
     if settings.before is not None:
-        check_gpu(device, settings.before)
+        check_machine(result["about"], settings.before["about"])
         result["rows"] += settings.before["rows"]
         result["planned"] += len(result["rows"])
     with Stalls(dist.get_rank()) as stalls:
@@ -113,11 +113,14 @@ def run_rank(jobs: list[Job], settings: Settings, path: Path) -> dict[str, Any]:
     return result
 
 
-def check_gpu(device: torch.device, before: dict[str, Any]) -> None:
-    """Raise ValueError if a result is of another kind of GPUs."""
-    gpu, measured = torch.cuda.get_device_name(device), before["about"]["gpu"]
-    if gpu != measured:
-        raise ValueError(f"the rows that are there are of {measured}, and this is {gpu}: measure into another file")
+def check_machine(now: dict[str, Any], before: dict[str, Any]) -> None:
+    """Raise ValueError if rows are of another kind of GPUs, or of other programs: a result has one set of facts."""
+    for name in ("gpu", "driver", *sorted(FACTS)):
+        if now.get(name) != before.get(name):
+            raise ValueError(
+                f"the rows that are there are of {name} {before.get(name)}, and this is {now.get(name)}: measure into "
+                "another file"
+            )
 
 
 def progress(row: dict[str, Any], number: int, of: int) -> str:

@@ -168,6 +168,8 @@ def bench_command(
         todo = [job for job in todo if str(job.case) not in known]
         if not todo:
             _report(before, None, paths)
+            if wrong(before):
+                raise typer.Exit(1)
             return
     from distgemm.bench.run import Settings
 
@@ -181,6 +183,13 @@ def bench_command(
         command=shlex.join(["distgemm", *sys.argv[1:]]),
         before=before,
     )
+    for name in ("rounds", "burst_ms", "peers"):
+        old, new = (before or {}).get(name), getattr(settings, name)
+        if before is not None and old != new:
+            raise ValueError(
+                f"--resume: the rows of {json} have {name} {old}, and this run has {new}: give --rounds, --burst-ms "
+                "and --quick as before"
+            )
     with tempfile.TemporaryDirectory(prefix="distgemm-") as folder:
         path = json if json is not None and wants_text(json) else Path(folder) / "bench.json"
         measure(todo, size, settings, path, timeout, json, paths)

@@ -262,7 +262,11 @@ def build_command(
     if pack is not None:
         os.environ["DISTGEMM_PACK"] = "0"  # an installed pack is no source of another one
         arch = arch or DEFAULT_ARCH
-    provider = CutlassProvider(arch_of_gpu() if arch is None else arch)
+        try:
+            pack.mkdir(parents=True, exist_ok=True)  # before anything is compiled
+        except OSError as error:
+            raise ValueError(f"--pack {pack}: the folder cannot be made: {error.strerror}") from None
+    provider = CutlassProvider(arch_of_gpu("; --arch names another") if arch is None else arch)
     by_macros = {}
     if pack is not None and not (config or majors or terms):
         for source in _layers_sources(provider.arch, each_once(dtype, ["bfloat16", "float16"]), scope):
@@ -284,7 +288,10 @@ def build_command(
         f"{size / 2**20:.1f} MiB in {paths[0].parent}"
     )
     if pack is not None:
-        wheel = pack_cubins(sources, pack, version("distgemm"))
+        try:
+            wheel = pack_cubins(sources, pack, version("distgemm"))
+        except OSError as error:
+            raise ValueError(f"--pack {pack}: the wheel cannot be written: {error.strerror or error}") from None
         typer.echo(f"{wheel}: {len(paths)} kernels, {wheel.stat().st_size / 2**20:.1f} MiB")
 
 
@@ -303,15 +310,15 @@ def _layers_sources(arch: str, dtypes: list[str], scope: Any) -> list[KernelSour
     return list(found)
 
 
-def arch_of_gpu() -> str:
-    """The architecture of the GPU; without one, DEFAULT_ARCH, and a line that says so."""
+def arch_of_gpu(advice: str = "") -> str:
+    """The architecture of the GPU; without one, DEFAULT_ARCH, and a line that says so and ends with the advice."""
     import torch
 
     from distgemm.gemm.cutlass import CutlassProvider
 
     if torch.cuda.is_available():
         return CutlassProvider().arch
-    say(f"no GPU found: compiling for sm_{DEFAULT_ARCH}; --arch names another")
+    say(f"no GPU found: compiling for sm_{DEFAULT_ARCH}{advice}")
     return DEFAULT_ARCH
 
 
@@ -321,7 +328,7 @@ def _list() -> None:
     rows = []
     sizes = []
     for path, manifest in cached():
-        sizes.append(path.stat().st_size)
+        sizes.append(path.stat().st_size if path.exists() else 0)  # 0: a link to nowhere
         size = f"{sizes[-1] / 2**10:.0f}"
         if manifest is None:
             rows.append(Line(f"{path.name}: incomplete, is compiled again at its next use", ["", "", "", "", size]))

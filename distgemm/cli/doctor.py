@@ -12,7 +12,7 @@ import typer
 
 from distgemm.cli.options import JsonFile
 from distgemm.cli.output import check_json, new_console, new_table, say, wants_text, write_json
-from distgemm.gemm.nvcc import OLDER_NVCC, not_loadable
+from distgemm.gemm.nvcc import NEWER_NVCC, OLDER_NVCC, not_loadable
 from distgemm.gemm.packs import DISTRIBUTION
 from distgemm.measure.machine_facts import NO_MULTICAST, QUEUES, Facts, look
 
@@ -29,7 +29,8 @@ NOTE: Status = "note"
 
 MIN_TORCH = (2, 11)
 MIN_CAPABILITY = (8, 0)
-"""The oldest torch and the oldest GPU that kernels and the CUDA runtime support."""
+MIN_NVCC = (12, 0)
+"""The oldest torch and the oldest GPU that kernels and the CUDA runtime support, and the oldest nvcc for Hopper."""
 
 MIN_QUEUES = 4
 """Hardware queues from which copies do not wait behind two GEMMs."""
@@ -223,6 +224,9 @@ def check_compiler(facts: Facts) -> Check:
     detail = f"{facts.nvcc}, {facts.nvcc_version}"
     if why := not_loadable(facts.nvcc_version or "", facts.driver_cuda):
         return Check("compiler", FIX, f"{detail}, too new: {why}", OLDER_NVCC)
+    release = _numbers(facts.nvcc_version or "")
+    if release and release < MIN_NVCC and (not facts.gpus or any(gpu.capability == (9, 0) for gpu in facts.gpus)):
+        return Check("compiler", FIX, f"{detail}, too old for sm_90a, which CUDA {_dotted(MIN_NVCC)} knows", NEWER_NVCC)
     if facts.gxx is None:
         return Check("compiler", FIX, f"{detail}, but no g++", "install g++: on Debian and Ubuntu, apt install g++")
     return Check("compiler", OK, f"{detail}; g++ {facts.gxx}")

@@ -28,6 +28,7 @@ from distgemm.cli.tune import tune_command
 from distgemm.cli.tune_gemm import tune_gemm_command
 from distgemm.cli.verify import verify_command
 from distgemm.cli.warmup import warmup_command
+from distgemm.gemm.nvcc import CacheError
 from distgemm.plan.plan import PlanError
 from distgemm.schedulers import list_schedules
 
@@ -40,7 +41,7 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (ValueError, PlanError) as error:
+        except (ValueError, PlanError, CacheError) as error:
             message = str(error)
         except typer.BadParameter as error:
             message = _of_parameter(error)

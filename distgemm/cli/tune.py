@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,8 +68,8 @@ def tune_command(
     These are the layers of models on the GPUs of this machine, and the configurations of schedule="auto". A few
     plans and the unfused program are measured for each layer. The cache folder keeps the fastest one, by the
     extents of the whole problem and the number of ranks. A recorded layer is measured again. Tile configurations
-    that are known are kept: tune-gemm measures them again. With --kernels, kernels are compiled. The file of --json
-    is written after each layer.
+    that are known are kept: tune-gemm measures them again. With --kernels, kernels are compiled. The command starts
+    its ranks, or joins those that torchrun has started. The file of --json is written after each layer.
     """
     check_json(json)
     if source is not None:
@@ -87,13 +88,26 @@ def tune_command(
     size = count_ranks("tune", ranks, tp)
     found = cases(*names, ms, size, tp, dtype)
 
-    from distgemm.runtime.launch import launch
+    import torch.distributed as dist
+
+    from distgemm.runtime.launch import init_from_env, launch
 
     path = json.absolute() if json is not None and wants_text(json) else None
-    by_rank: list[list[Tuned]] = launch(
-        run_rank, size, found, write, kernels, path, backend="nccl", timeout=TUNE_TIMEOUT_S
-    )
-    _report(found, by_rank[0], json)
+    arguments = found, write, kernels, path
+    if "WORLD_SIZE" in os.environ:
+        first = init_from_env("nccl", TUNE_TIMEOUT_S) == 0
+        tuned = run_rank(*arguments)
+        dist.barrier()
+        dist.destroy_process_group()
+        if not first:
+            return
+    else:
+        try:
+            tuned = launch(run_rank, size, *arguments, backend="nccl", timeout=TUNE_TIMEOUT_S)[0]
+        except RuntimeError as error:
+            say(f"error: {error}")
+            raise typer.Exit(1) from None
+    _report(found, tuned, json)
 
 
 def _report(found: Sequence[Case], tuned: Sequence[Tuned], json: Path | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from distgemm.gemm.nvcc import cache_dir
+from distgemm.gemm.nvcc import WRITABLE, CacheError, cache_dir
 from distgemm.system import read_regular, write_atomically
 
 __all__ = ["Entries", "TunedCache"]
@@ -95,11 +95,14 @@ class TunedCache:
 
         Raises:
             ValueError: if the file is broken or cannot be read; it stays as it is.
-            OSError: if it cannot be written, or if another process holds its lock.
+            CacheError: if it cannot be written, or if another process holds its lock.
         """
         path = self.path(device)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_suffix(".lock"), timeout=LOCK_TIMEOUT_S):
-            known = self._parse(path) if path.exists() else {}
-            write_atomically(path, json.dumps({"device": device, "configs": known | entries}, indent=1) + "\n")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(path.with_suffix(".lock"), timeout=LOCK_TIMEOUT_S):
+                known = self._parse(path) if path.exists() else {}
+                write_atomically(path, json.dumps({"device": device, "configs": known | entries}, indent=1) + "\n")
+        except (OSError, NotImplementedError) as error:  # the latter: a file system without locks, an older filelock
+            raise CacheError(f"tuned configurations: {path} cannot be written: {error}; {WRITABLE}") from error
         return path

@@ -23,7 +23,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,6 +57,7 @@ __all__ = [
     "origin",
     "pack_cubins",
     "sources_hash",
+    "stop_compilers",
     "usable_pack",
     "works_here",
 ]
@@ -76,11 +77,19 @@ VERSION_TIMEOUT_S = 60.0
 COMPILE_TIMEOUT_S = 1800.0
 """Time in which nvcc must compile a kernel. It takes about 10 s on an idle machine."""
 
+TOO_OLD = "Unsupported gpu architecture"
+NEWER_NVCC = "install a newer nvcc, and set DISTGEMM_NVCC to its path"
 OLDER_NVCC = "update the driver, or install an older nvcc and set DISTGEMM_NVCC to its path"
+NO_CUTLASS = "CUTLASS's headers are missing; install them with: pip install nvidia-cutlass"
 WRITABLE = "set DISTGEMM_CACHE_DIR to a folder that can be written"
+
+_RUNNING: set[int] = set()
+"""The process groups of the compilers that run now."""
 
 BUILDING = ".building"
 """Ends the names of folders in which a cubin is compiled."""
+HOST = os.uname().nodename.replace(".", "-")
+"""Stands in the names of these folders."""
 MANIFEST: dict[str, type | tuple[type, ...]] = {
     "kernel": str,
     "arch": str,
@@ -139,14 +148,16 @@ def cache_dir() -> Path:
 
     It is $DISTGEMM_CACHE_DIR, or ``distgemm`` in $XDG_CACHE_HOME, or ``~/.cache/distgemm``.
 
+    A ``~`` in a variable is the home folder, also where no shell has replaced it.
+
     Raises:
-        CacheError: if neither variable is set, and the user has no home.
+        CacheError: if the user's home is wanted, and there is none.
     """
-    if chosen := os.environ.get("DISTGEMM_CACHE_DIR"):
-        return Path(chosen)
-    if caches := os.environ.get("XDG_CACHE_HOME"):
-        return Path(caches) / "distgemm"
     try:
+        if chosen := os.environ.get("DISTGEMM_CACHE_DIR"):
+            return Path(chosen).expanduser()
+        if caches := os.environ.get("XDG_CACHE_HOME"):
+            return Path(caches).expanduser() / "distgemm"
         return Path.home() / ".cache" / "distgemm"
     except RuntimeError as error:
         raise CacheError(
@@ -217,12 +228,27 @@ def _run(words: Sequence[str], timeout: float) -> tuple[int, str]:
         errors="replace",
         start_new_session=True,  # so that all of its processes can be ended
     ) as process:
+        _RUNNING.add(process.pid)
         try:
             output, _ = process.communicate(timeout=timeout)
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
+            _kill(process.pid)
             raise
+        finally:
+            _RUNNING.discard(process.pid)
     return process.returncode, output
+
+
+def _kill(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        os.killpg(group, signal.SIGKILL)
+
+
+def stop_compilers(futures: Sequence[Future[Any]]) -> None:
+    """Wait until these futures are done. Meanwhile, end every compiler of this process, also those that start."""
+    while wait(futures, 0.1).not_done:
+        for group in list(_RUNNING):
+            _kill(group)
 
 
 def driver_cuda() -> str | None:
@@ -263,13 +289,18 @@ def cutlass_include() -> Path:
         include = Path(place) / "source" / "include"
         if (include / "cutlass" / "cutlass.h").is_file():
             return include
-    raise CompilerNotFoundError("CUTLASS's headers are missing; install them with: pip install nvidia-cutlass")
+    raise CompilerNotFoundError(NO_CUTLASS)
 
 
 def _stem(source: KernelSource, pack: Pack | None = None) -> str:
     """The part of a cubin's name that does not depend on the compiler: as compiled here, or as in a pack."""
     texts = [read_source(source.path.with_name(name)) for name in (source.file, *source.headers)]
-    cutlass = pack.cutlass if pack else importlib.metadata.version("nvidia-cutlass")
+    try:
+        cutlass = pack.cutlass if pack else importlib.metadata.version("nvidia-cutlass")
+    except importlib.metadata.PackageNotFoundError:
+        raise CompilerNotFoundError(
+            f"kernel {source.name} is not compiled yet, {_not_packed()}, and {NO_CUTLASS}"
+        ) from None
     made_from = json.dumps([*texts, cutlass, source.macros, source.arch, FLAGS])
     return hashlib.sha256(made_from.encode()).hexdigest()[:24]
 
@@ -291,7 +322,7 @@ def usable_pack() -> tuple[Pack | None, str]:
     if pack is None:
         return None, ""
     why = not_usable(pack, sources_hash()) or not_loadable(pack.compiler, driver_cuda())
-    return (None, f"{pack}: {why}") if why else (pack, "")
+    return (None, f"{pack} in {pack.folder}: {why}") if why else (pack, "")
 
 
 def _packed(source: KernelSource) -> tuple[Pack, str] | None:
@@ -439,9 +470,12 @@ def build(sources: Iterable[KernelSource], jobs: int | None = None, progress: bo
                     _make_once(source)  # the pack has it
             for future in futures:
                 future.result()
-        finally:
+        except BaseException as error:
             for future in futures:
                 future.cancel()
+            if not isinstance(error, Exception):  # Ctrl-C reaches this process alone
+                stop_compilers(futures)
+            raise
     return [_cached(source)[0] for source in listed]
 
 
@@ -515,7 +549,7 @@ def _make_once(source: KernelSource) -> Path:
         ) from None
     except CacheError:
         raise
-    except OSError as error:
+    except (OSError, NotImplementedError) as error:  # the latter: a file system without locks, with an older filelock
         raise CacheError(f"kernel cache: {path.parent} cannot be written: {error}; {WRITABLE}") from error
     return path
 
@@ -524,15 +558,22 @@ def _sweep(folder: Path) -> None:
     """Remove what builds that were killed have left: folders, and cubins without a manifest."""
 
     def is_left(path: Path) -> bool:
-        return path.suffix == BUILDING or not path.with_suffix(".json").exists()
+        if path.suffix != BUILDING:
+            return not path.with_suffix(".json").exists()
+        # Some file systems do not tell other machines about locks.
+        return f".{HOST}." in path.name or time.time() - path.stat().st_mtime > COMPILE_TIMEOUT_S
 
-    for path in filter(is_left, [*folder.glob(f"*{BUILDING}"), *folder.glob("*.cubin")]):
-        # Who builds a cubin holds its lock, and may have finished meanwhile.
-        with contextlib.suppress(Timeout), FileLock(folder / f"{path.name.partition('.')[0]}.lock", timeout=0):
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif is_left(path):
-                path.unlink(missing_ok=True)
+    for path in [*folder.glob(f"*{BUILDING}"), *folder.glob("*.cubin")]:
+        # What cannot be removed stays: another user's, or a folder on NFS that a compiler still writes.
+        with contextlib.suppress(OSError):
+            if not is_left(path):
+                continue
+            # Who builds a cubin holds its lock, and may have finished meanwhile.
+            with FileLock(folder / f"{path.name.partition('.')[0]}.lock", timeout=0):
+                if path.is_dir():
+                    shutil.rmtree(path)
+                elif is_left(path):
+                    path.unlink(missing_ok=True)
 
 
 def check_writable(folder: Path) -> None:
@@ -559,7 +600,7 @@ def command(source: KernelSource, nvcc: Path, out: Path) -> list[str]:
 
 
 def _compile(source: KernelSource, nvcc: Path, path: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix=f"{path.stem}.", suffix=BUILDING, dir=path.parent) as folder:
+    with _building(path) as folder:
         out = Path(folder) / path.name
         words = command(source, nvcc, out)
         start = time.monotonic()
@@ -570,7 +611,8 @@ def _compile(source: KernelSource, nvcc: Path, path: Path) -> None:
                 f"{' '.join(words)}\ndid not end within {COMPILE_TIMEOUT_S:.0f} s, and was stopped"
             ) from None
         if status:
-            raise CompileError(f"{' '.join(words)}\nfailed with exit status {status}:\n{_excerpt(output)}")
+            old = f"\n{compiler_version(nvcc)} is too old for sm_{source.arch}; {NEWER_NVCC}" * (TOO_OLD in output)
+            raise CompileError(f"{' '.join(words)}\nfailed with exit status {status}:\n{_excerpt(output)}{old}")
         if SERIALISED in output:
             raise CompileError(f"ptxas serialised wgmma in {source.name}, which makes it slow:\n{_excerpt(output)}")
         if not out.is_file():
@@ -587,8 +629,13 @@ def _compile(source: KernelSource, nvcc: Path, path: Path) -> None:
         _install(out, manifest, path)
 
 
+def _building(path: Path) -> tempfile.TemporaryDirectory[str]:
+    """A folder in which a cubin is compiled or unpacked."""
+    return tempfile.TemporaryDirectory(prefix=f"{path.stem}.{HOST}.", suffix=BUILDING, dir=path.parent)
+
+
 def _unpack(pack: Pack, stem: str, path: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix=f"{path.stem}.", suffix=BUILDING, dir=path.parent) as folder:
+    with _building(path) as folder:
         out = Path(folder) / path.name
         out.write_bytes(pack.read(stem))
         _install(out, pack.cubins[stem].manifest | {"pack": str(pack)}, path)

@@ -142,16 +142,21 @@ def _read_index(path: Path, changed: int) -> Pack:
         found = json.loads(read_regular(path))
         if found["format"] != FORMAT:
             raise PackError(
-                f"{DISTRIBUTION} {found['version']} has the format {found['format']}, and this distgemm reads "
-                f"{FORMAT}; install the pack of this distgemm"
+                f"{DISTRIBUTION} {found['version']} in {path.parent} has the format {found['format']}, and this "
+                f"distgemm reads {FORMAT}; install the pack of this distgemm"
             )
         cubins = {name: PackedCubin(*entry) for name, entry in found["cubins"].items()}
         facts = {name: str(found[name]) for name in ("version", "sources", "arch", "compiler", "cutlass")}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise PackError(f"{path} is damaged ({type(error).__name__}: {error}); reinstall {DISTRIBUTION}") from error
     for each in (path.parent, path, *(path.parent / block for block in {x.block for x in cubins.values()})):
-        if why := unsafe(each) if each.exists() else f"{each} is missing":
-            raise PackError(f"{DISTRIBUTION} {facts['version']}: {why}; install it again, as this user or as root")
+        if not each.exists():
+            raise PackError(f"{DISTRIBUTION} {facts['version']}: {each} is missing; {_reinstall(facts['version'])}")
+        if why := unsafe(each):
+            raise PackError(
+                f"{DISTRIBUTION} {facts['version']}: {why}; remove the others' permission with chmod -R go-w "
+                f"{path.parent}, or install it again as this user or as root, with a umask of 022"
+            )
     return Pack(path.parent, cubins=cubins, **facts)
 
 

@@ -10,7 +10,7 @@ import torch
 from distgemm.gemm.cache import TunedCache
 from distgemm.plan import GemmProblem
 from distgemm.plan.scaling import scaling_name
-from distgemm.schedulers import Pattern, check_pattern
+from distgemm.schedulers import Pattern, check_pattern, schedule_options
 from distgemm.tune.config import TunedConfig
 
 __all__ = ["CACHE", "bucket", "bucketed", "gpu_name", "key_of", "look_up"]
@@ -78,7 +78,7 @@ def look_up(
         ranks_per_host: number of ranks that share memory; None: all.
 
     Raises:
-        ValueError: if a file of the cache is broken, or for an unknown pattern.
+        ValueError: if a file of the cache is broken, for an unknown pattern, and if the schedule is not registered.
     """
     known, on = CACHE.read(device), (world_size, ranks_per_host)
     entry = known.get(key_of(problem, pattern, *on))
@@ -89,7 +89,18 @@ def look_up(
         nearest = min(rows, key=lambda m: (_distance(m, problem.m), -m), default=None)
         if nearest is not None and _distance(nearest, problem.m) < reach:
             entry = known[key_of(replace(problem, m=nearest, m_per_rank=None), pattern, *on)]
-    return None if entry is None else TunedConfig.from_dict(entry, "recorded")
+    if entry is None:
+        return None
+    config = TunedConfig.from_dict(entry, "recorded")
+    try:
+        if config.method == "plan":
+            schedule_options(config.schedule)
+    except ValueError:
+        raise ValueError(
+            f"{CACHE.path(device)} has schedule {config.schedule!r} for {key_of(problem, pattern, *on)}, which is not "
+            "registered in this program: register it before, or measure anew with: distgemm tune"
+        ) from None
+    return config
 
 
 def _distance(one: int, other: int) -> float:

@@ -18,7 +18,7 @@ from distgemm.gemm import GemmSpec, GemmTensors, MatrixSpec, forget_kernels
 from distgemm.gemm import select as gemm_select
 from distgemm.gemm.cache import Entries
 from distgemm.gemm.cutlass import CutlassProvider, kernel_source
-from distgemm.gemm.nvcc import KernelSource, build_together, is_there
+from distgemm.gemm.nvcc import KernelSource, build_together, is_there, stop_compilers
 from distgemm.gemm.spec import SCALE_BLOCK, Status
 from distgemm.measure.operation import Operation, WrongResultError, executable_method
 from distgemm.measure.timing import attempt, sample
@@ -29,7 +29,7 @@ from distgemm.runtime.groups import ranks_per_host
 from distgemm.schedulers import Pattern
 from distgemm.tune import gemm as gemm_tuning
 from distgemm.tune import ranks
-from distgemm.tune.cache import CACHE, gpu_name, key_of, look_up
+from distgemm.tune.cache import CACHE, gpu_name, key_of
 from distgemm.tune.candidates import shortlist, specs_of
 from distgemm.tune.config import UNFUSED, TunedConfig
 from distgemm.tune.kernels import sources_of
@@ -154,8 +154,14 @@ def search(
     on = size, ranks_per_host(group)
     key = key_of(problem, pattern, *on)
     whole = round_up(problem, pattern, size)
-    if write:  # finds a broken file before anything is measured
-        from_first(group, device, lambda: look_up(problem, pattern, size, gpu_name(device)))
+
+    def check_file() -> None:
+        CACHE.read(gpu_name(device))
+        if must_write:
+            CACHE.record(gpu_name(device), {})
+
+    if write:  # finds a file that is broken or cannot be written before anything is measured
+        from_first(group, device, check_file)
     tried = from_first(group, device, lambda: shortlist(whole, pattern, *on))
     if kernels:
         _tune_gemms(whole, tried, group, device, report)
@@ -343,7 +349,11 @@ def compiling(sources: Sequence[KernelSource], group: dist.ProcessGroup) -> Iter
     rank, size = dist.get_rank(group), group.size()
     with ThreadPoolExecutor(1) as pool:
         compiled = [pool.submit(build_together, sources, rank, size, background=True)] if sources else []
-        yield lambda: wait(compiled)
+        try:
+            yield lambda: wait(compiled)
+        except KeyboardInterrupt:
+            stop_compilers(compiled)
+            raise
 
 
 def _executables(

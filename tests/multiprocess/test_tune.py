@@ -148,6 +148,7 @@ def test_nothing_is_measured_if_that_is_off_or_impossible(found: list[dict[str, 
 def test_a_file_that_cannot_be_written_raises_on_all_ranks(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert "plans_none" in rank["measuring"]["unwritable"]
+        assert rank["measuring"]["unwritable measured"] == 0
 
 
 def test_auto_works_without_a_file(found: list[dict[str, Any]]) -> None:

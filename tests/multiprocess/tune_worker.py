@@ -512,8 +512,9 @@ def measuring(folder: str) -> dict[str, Any]:
 
     read_only = own_cache(folder, "unwritable")
     (read_only / FILE).with_suffix(".lock").mkdir()
-    with Bench(by_name("chunks=2")):
+    with Bench(by_name("chunks=2")) as fakes:
         found["unwritable"] = message(lambda: tune.tune(PROBLEM, "gemm+rs", group, device=CPU))
+        found["unwritable measured"] = len(fakes.measured)
         found["unwritable auto"] = tune.select(PROBLEM, "gemm+rs", group, device=CPU)
     return found
 

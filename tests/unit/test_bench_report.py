@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from distgemm.bench.report import (
     wrong,
 )
 from distgemm.measure.roof import Roof
+from tests.unit.command import refusal, succeed
 
 EXAMPLE = Path(__file__).with_name("test_bench_example.json")
 
@@ -153,6 +155,45 @@ def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
     os.mkfifo(tmp_path / "fifo.json")
     with pytest.raises(ValueError, match=r"fifo\.json: it is no regular file"):
         load(tmp_path / "fifo.json")
+
+
+def test_a_file_with_times_alone(tmp_path: Path) -> None:
+    result = json.loads(EXAMPLE.read_text())
+    for row in result["rows"]:
+        row["methods"] = [{name: each[name] for name in ("name", "kind", "rounds")} for each in row["methods"]]
+    path = tmp_path / "x.json"
+    save(result, path)
+    (first, *_), *_ = (row["methods"] for row in load(path)["rows"])
+    assert (first["error"], first["wrong"], first["detail"]) == ("", False, "") and first["ms"] > 0
+    assert "all rows" in succeed("bench", "--from", str(path))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda found: found["about"].pop("quack"),
+        lambda found: found["about"].update(gpu=None),
+        lambda found: found["rows"][0].pop("tp"),
+        lambda found: found["rows"][0]["methods"][0].update(name=3),
+        lambda found: found["rows"][0]["methods"][0].update(detail=3),
+    ],
+)
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_a_file_that_was_changed(command: str, change: Callable[[Any], object], tmp_path: Path) -> None:
+    result, path = json.loads(EXAMPLE.read_text()), tmp_path / "x.json"
+    change(result)
+    save(result, path)
+    assert "is not what distgemm bench --json wrote" in refusal(command, "--from", str(path))
+
+
+def test_a_pipe_is_not_replaced(tmp_path: Path) -> None:
+    """Nor /dev/null, where root could."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    save({"rows": []}, path)
+    assert path.is_fifo() and json.loads(os.read(reader, 1000)) == {"rows": []}
+    os.close(reader)
 
 
 def test_a_result_is_not_saved_through_links(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typer.testing import Result
 from distgemm.bench import executions
 from distgemm.bench.cases import Job, cases, jobs
 from distgemm.bench.report import load, save
-from distgemm.bench.run import Settings, check_gpu
+from distgemm.bench.run import Settings, check_machine
 from distgemm.cli import bench as command
 from distgemm.cli import output
 from distgemm.gemm.cublas import CublasProvider
@@ -104,7 +104,8 @@ def test_each_execution(measured: list[dict[str, Any]], monkeypatch: pytest.Monk
         todo = measured.pop()["todo"]
         assert [case.layer for case, _ in todo] == ["qkv", "out", "fc1", "fc2"]
         for case, tried in todo:
-            times = candidates.predictions(case.problem, case.pattern, 2)
+            every_time = candidates.predictions(case.problem, case.pattern, 2)
+            times = {each: time for each, time in every_time.items() if each.method == "plan"}
             recorded = look_up(case.problem, case.pattern, 2, "NVIDIA H200", math.inf)
             assert recorded in tried and len(set(tried)) == len(tried)
             for mode in get_args(ExecutionMode):
@@ -147,16 +148,24 @@ def test_resume_measures_what_is_missing(measured: list[dict[str, Any]], tmp_pat
     assert measured.pop()["settings"].before["rows"] == result["rows"]
     assert "70b fc1 ag+gemm m=8192" in succeed("bench", *line, "--layer", "fc1", "--layer", "fc2", "--resume")
     assert measured == []  # all was there
+    assert "have rounds 5, and this run has 7: give --rounds" in refusal("bench", *line, "--resume", "--rounds", "7")
+    assert "have --burst-ms 4.0, and this run has 2.0" in refusal("bench", *line, "--resume", "--burst-ms", "2")
+    quick = ("--resume", "--quick", "--rounds", "5")
+    assert "have peers True, and this run has False: give" in refusal("bench", *line, *quick)
+    result["rows"][0]["methods"][0] |= {"wrong": True, "error": "off by 3"}
+    save(result, file)
+    assert invoke(*line, "--layer", "fc1", "--layer", "fc2", "--resume").exit_code == 1
     result["rows"][0]["tp"] = 4
     save(result, file)
     assert f"--resume: {file} has rows of other ranks than 4 of --tp 8" in refusal("bench", *line, "--resume")
 
 
-def test_rows_of_another_gpu_are_not_continued(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
-    check_gpu(torch.device("cuda", 0), {"about": {"gpu": "NVIDIA Test"}})
-    with pytest.raises(ValueError, match=r"are of H200 of a fable, and this is NVIDIA Test: measure into another file"):
-        check_gpu(torch.device("cuda", 0), example())
+@pytest.mark.parametrize("fact", ["gpu", "driver", "torch", "nccl", "nvls"])
+def test_rows_of_another_machine_are_not_continued(fact: str) -> None:
+    about = example()["about"]
+    check_machine(about | {"distgemm": "0.2"}, about)
+    with pytest.raises(ValueError, match=f"are of {fact} {about[fact]}, and this is another: measure into another"):
+        check_machine(about | {fact: "another"}, about)
 
 
 def test_the_fastest_of_each_execution_is_printed(tmp_path: Path) -> None:

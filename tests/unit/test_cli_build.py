@@ -113,6 +113,24 @@ def test_without_a_gpu_it_says_what_it_compiles_for(nvcc: Nvcc) -> None:
     assert kernels()[0].endswith(" 90a")
 
 
+def test_a_pack_that_cannot_be_written(nvcc: Nvcc, tmp_path: Path) -> None:
+    """It is found before anything is compiled."""
+    (tmp_path / "file").touch()
+    done = invoke("build", "--pack", str(tmp_path / "file" / "packs"))
+    assert (
+        done.exit_code == 2
+        and f"--pack {tmp_path}/file/packs: the folder cannot be made: Not a directory" in done.stderr
+    )
+    assert not nvcc.calls
+
+
+def test_a_link_to_nowhere_is_listed(nvcc: Nvcc) -> None:
+    kernels = cache_dir() / "kernels"
+    kernels.mkdir(parents=True)
+    (kernels / "abc-1.cubin").symlink_to("nowhere")
+    assert "abc-1.cubin: incomplete" in invoke("build", "--list").stdout
+
+
 def test_list(nvcc: Nvcc) -> None:
     assert invoke("build", "--list").stdout == f"total 0, 0.0 MiB in {cache_dir()}/kernels\n"
     build("--config", ONE, "--terms", "none", "--terms", "partial+c+bias")

@@ -101,6 +101,12 @@ def test_a_machine_with_a_pack_and_without_a_compiler() -> None:
             "too new: the driver serves CUDA up to 13.0, and does not load kernels",
             "update the driver, or install an older nvcc and set DISTGEMM_NVCC",
         ),
+        (
+            {"nvcc_version": "release 11.5, V11.5.119"},
+            "compiler",
+            "V11.5.119, too old for sm_90a, which CUDA 12.0 knows",
+            "install a newer nvcc, and set DISTGEMM_NVCC",
+        ),
         ({"cache_error": "/ cannot be written"}, "kernel cache", "/cache: / cannot", "DISTGEMM_CACHE_DIR"),
     ],
 )

@@ -122,6 +122,49 @@ def test_a_benchmark_with_wrong_rows_is_refused(
     assert run.exit_code == 2 and message in run.output and not list(cache.glob("*.json"))
 
 
+def test_a_method_without_times_is_not_recorded(tmp_path: Path) -> None:
+    example = json.loads(EXAMPLE.read_text())
+    example["rows"][0]["methods"][0]["rounds"] = []
+    file = tmp_path / "bench.json"
+    file.write_text(json.dumps(example))
+    run = CliRunner().invoke(cli.app, ["tune", "--from", str(file)])
+    assert run.exit_code == 0 and "it was not measured" in run.stderr, run.output
+
+
+def test_under_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It joins the ranks that are there, and the first one reports."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setattr("distgemm.runtime.launch.launch", lambda *given, **more: pytest.fail("ranks are started"))
+    monkeypatch.setattr("torch.distributed.barrier", lambda: None)
+    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: None)
+    result = Tuned(PLAN, {str(PLAN): 0.5}, {}, None)
+    monkeypatch.setattr(tune_command, "run_rank", lambda found, *more: [result for _ in found])
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for rank in (0, 1):
+        monkeypatch.setattr("distgemm.runtime.launch.init_from_env", lambda *given, rank=rank: rank)
+        run = CliRunner().invoke(cli.app, ["tune", "--layer", "fc1", "--json", "-"])
+        assert (run.exit_code, bool(run.stdout)) == (0, rank == 0), run.output
+
+
+def test_ranks_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(*given: Any, **more: Any) -> list[Any]:
+        raise RuntimeError("rank 1 was killed")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setattr("distgemm.runtime.launch.launch", launch)
+    run = CliRunner().invoke(cli.app, ["tune"])
+    assert (run.exit_code, run.stderr) == (1, "error: rank 1 was killed\n")
+
+
+def test_a_cache_that_cannot_be_written(cache: Path) -> None:
+    cache.write_text("a file")
+    run = CliRunner().invoke(cli.app, ["tune", "--from", str(EXAMPLE)])
+    assert run.exit_code == 2, run.output
+    assert "plans_H200_of_a_fable.json cannot be written" in run.stderr and "set DISTGEMM_CACHE_DIR" in run.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

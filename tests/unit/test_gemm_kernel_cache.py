@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.metadata
 import json
@@ -36,6 +37,7 @@ from distgemm.gemm.nvcc import (
     is_there,
     missing,
 )
+from distgemm.gemm.select import CACHE
 
 SOURCE = KernelSource("a kernel", (("DG_D", "float"), ("DG_TILE_M", "128")), "90a")
 MEBIBYTE = 1 << 20
@@ -303,6 +305,28 @@ def test_a_killed_compiler_leaves_no_cubin(nvcc: Nvcc, tmp_path: Path) -> None:
     assert len(nvcc.calls) == 3
 
 
+def test_ctrl_c_ends_the_compilers(nvcc: Nvcc) -> None:
+    nvcc.set(does='echo $$ >>"$0.pids"; exec sleep 60')
+    sources = [replace(SOURCE, arch=arch) for arch in ("80", "86", "90a")]
+    child = f"from distgemm.gemm.nvcc import KernelSource, build; build({sources!r}, jobs=2, progress=False)"
+    process = subprocess.Popen([sys.executable, "-c", child], stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    pids = nvcc.path.with_name("nvcc.pids")
+    while not pids.exists() or len(pids.read_text().split()) < 2:
+        assert time.monotonic() < deadline, "the compilers have not been called"
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    try:
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        for pid in pids.read_text().split():  # those that still run
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(int(pid), signal.SIGKILL)
+    assert b"KeyboardInterrupt" in errors and not cubins()
+    assert len(nvcc.calls) == 2  # and not the third one
+
+
 def test_a_cubin_without_a_manifest_is_removed_by_the_next_build(nvcc: Nvcc) -> None:
     """It is left by a process that was killed between the two files. Its source may never be asked for again."""
     left = cubin_path(SOURCE)
@@ -314,13 +338,51 @@ def test_a_cubin_without_a_manifest_is_removed_by_the_next_build(nvcc: Nvcc) -> 
 def test_what_another_process_builds_is_not_removed(nvcc: Nvcc) -> None:
     kernels = cache_dir() / "kernels"
     kernels.mkdir(parents=True)
-    built = kernels / "abc-1.x.building"
+    built = kernels / f"abc-1.{compiler.HOST}.x.building"
     built.mkdir()
     with FileLock(kernels / "abc-1.lock"):
         cubin_path(SOURCE)
         assert built.exists()
     cubin_path(replace(SOURCE, arch="80"))
     assert not built.exists()
+
+
+def test_what_another_machine_builds_is_not_removed(nvcc: Nvcc) -> None:
+    """Its lock may not be seen here, as on Lustre with localflock. After half an hour, its compiler has ended."""
+    built = cache_dir() / "kernels" / "abc-1.another-machine.x.building"
+    built.mkdir(parents=True)
+    cubin_path(SOURCE)
+    assert built.exists()
+    os.utime(built, (time.time() - 2000, time.time() - 2000))
+    cubin_path(replace(SOURCE, arch="80"))
+    assert not built.exists()
+
+
+def test_what_cannot_be_removed_stays(nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a folder of another user, or one on NFS that a compiler still writes."""
+    left = cache_dir() / "kernels" / f"abc-1.{compiler.HOST}.x.building"
+    left.mkdir(parents=True)
+    rmtree = shutil.rmtree
+
+    def busy(path: Path, *others: object, **more: object) -> None:
+        if Path(path) == left:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+        rmtree(path, *others, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(compiler.shutil, "rmtree", busy)
+    assert cubin_path(SOURCE).is_file() and left.exists()
+
+
+def test_a_file_system_without_locks(nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch) -> None:
+    """filelock before 3.21 raises this; later ones lock in another way."""
+
+    def acquire(*given: object, **more: object) -> None:
+        raise NotImplementedError("FileSystem does not appear to support flock")
+
+    monkeypatch.setattr(FileLock, "acquire", acquire)
+    for make in (lambda: cubin_path(SOURCE), lambda: CACHE.record("a GPU", {})):
+        with pytest.raises(CacheError, match="does not appear to support flock; set DISTGEMM_CACHE_DIR to a folder"):
+            make()
 
 
 # --- owners and modes -----------------------------------------------------------------------------------
@@ -410,6 +472,12 @@ def test_an_error_has_the_compilers_output(nvcc: Nvcc) -> None:
     assert cubins() == []
     nvcc.set()
     assert cubin_path(SOURCE).exists()
+
+
+def test_a_compiler_that_is_too_old(nvcc: Nvcc) -> None:
+    nvcc.set(does="echo \"nvcc fatal   : Unsupported gpu architecture 'compute_90a'\"; exit 1", release="11.5")
+    with pytest.raises(CompileError, match=r"'compute_90a'\nrelease 11\.5.* is too old for sm_90a; .*DISTGEMM_NVCC"):
+        cubin_path(SOURCE)
 
 
 def test_a_failure_with_warnings_only_shows_them(nvcc: Nvcc) -> None:
@@ -714,8 +782,15 @@ def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_dir() == Path("/home/somebody/.cache/distgemm")
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
     assert cache_dir() == Path("/caches/distgemm")
+    monkeypatch.setenv("XDG_CACHE_HOME", "~/caches")  # as no shell expands it in a container's environment
+    assert cache_dir() == Path("/home/somebody/caches/distgemm")
     monkeypatch.setenv("DISTGEMM_CACHE_DIR", "/kernels")
     assert cache_dir() == Path("/kernels")
+    monkeypatch.setenv("DISTGEMM_CACHE_DIR", "~/kernels")
+    assert cache_dir() == Path("/home/somebody/kernels")
+    monkeypatch.setenv("DISTGEMM_CACHE_DIR", "~nobody-of-this-name/kernels")
+    with pytest.raises(CacheError, match="no home folder"):
+        cache_dir()
 
 
 def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:

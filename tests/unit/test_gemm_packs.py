@@ -24,7 +24,17 @@ from distgemm.cli import main as cli
 from distgemm.cli.build import SCOPES
 from distgemm.gemm import nvcc as compiler
 from distgemm.gemm import packs
-from distgemm.gemm.nvcc import CompilerNotFoundError, build, cached, cubin_path, find_nvcc, missing, origin, usable_pack
+from distgemm.gemm.nvcc import (
+    CompilerNotFoundError,
+    build,
+    cached,
+    cubin_path,
+    find_nvcc,
+    is_there,
+    missing,
+    origin,
+    usable_pack,
+)
 from distgemm.gemm.packs import PackError
 from distgemm.measure.machine_facts import look
 from distgemm.tune.kernels import Scope
@@ -125,6 +135,17 @@ def test_the_error_without_a_compiler_names_the_pack(
         cubin_path(replace(SOURCE, arch="80"))
 
 
+def test_the_error_without_cutlass_names_the_pack(installed: Path, nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(compiler.importlib.metadata, "version", version)
+    other = replace(SOURCE, arch="80")
+    with pytest.raises(CompilerNotFoundError, match=r"among those of distgemm-kernels .* pip install nvidia-cutlass"):
+        cubin_path(other)
+    assert not is_there(other) and is_there(SOURCES[0])
+
+
 def test_the_switch(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTGEMM_PACK", "0")
     assert usable_pack() == (None, "") and missing(SOURCES) == SOURCES
@@ -162,6 +183,7 @@ def test_a_pack_for_something_else(
 ) -> None:
     change_index(installed, lambda index: index.update({name: value}))
     refused_for(installed, nvcc, caplog, why)
+    assert str(installed) in usable_pack()[1]  # there may be another one, which this one hides
 
 
 def test_an_older_driver(
@@ -178,13 +200,15 @@ def test_an_older_driver(
 def test_a_pack_that_others_can_write(name: str, installed: Path, nvcc: Nvcc, caplog: pytest.LogCaptureFixture) -> None:
     (installed / name).chmod(0o777)
     packs._read_index.cache_clear()
-    refused_for(installed, nvcc, caplog, "users other than its owner can write")
+    refused_for(
+        installed, nvcc, caplog, f"users other than its owner can write .* chmod -R go-w {installed}, or install"
+    )
 
 
 def test_a_missing_block(installed: Path, nvcc: Nvcc, caplog: pytest.LogCaptureFixture) -> None:
     (installed / "kernels_01.xz").unlink()
     packs._read_index.cache_clear()
-    refused_for(installed, nvcc, caplog, r"kernels_01\.xz is missing")
+    refused_for(installed, nvcc, caplog, r"kernels_01\.xz is missing; install it again: pip install --force")
 
 
 def test_a_damaged_cubin_is_not_loaded(installed: Path) -> None:

@@ -275,6 +275,20 @@ def test_a_broken_file_is_named(text: str) -> None:
     assert path.read_text() == text
 
 
+def test_a_schedule_that_is_not_registered_names_the_file() -> None:
+    """Of another program, or of a newer version. Other entries of the file are of use."""
+    mine = dataclasses.replace(PLAN, schedule="my_schedule")
+    path = CACHE.record(GPU, {key_of(PROBLEM, "ag+gemm", size): mine.to_dict() for size in (2, 4)})
+    CACHE.record(GPU, {key_of(PROBLEM, "ag+gemm", 4): PLAN.to_dict()})
+    with pytest.raises(
+        ValueError, match=r"has schedule 'my_schedule' for ag\+gemm .* not registered .*: distgemm tune"
+    ):
+        look_up(PROBLEM, "ag+gemm", 2, GPU)
+    with pytest.raises(ValueError, match=str(path)):
+        look_up(PROBLEM, "ag+gemm", 2, GPU)
+    assert look_up(PROBLEM, "ag+gemm", 4, GPU) == PLAN
+
+
 def test_the_fallback_survives_json() -> None:
     per_tile = dataclasses.replace(OTHER, execution=ExecutionConfig(execution="per_tile"), fallback=MERGED)
     found = TunedConfig.from_dict(json.loads(json.dumps(per_tile.to_dict())), "recorded")

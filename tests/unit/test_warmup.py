@@ -205,7 +205,9 @@ def invoke(*arguments: str, status: int = 0) -> Any:
 def test_the_command(nvcc: Nvcc) -> None:
     nvcc.set(AT_ONCE)
     chosen = ["--model", "llama-3-8b", "--layer", "fc1", "--layer", "fc2", "--m", "2048", "--tp", "2"]
-    text = invoke(*chosen, "--scope", "selected").stdout
+    done = invoke(*chosen, "--scope", "selected")
+    assert "--arch" not in done.stderr  # it has no such option
+    text = done.stdout
     count = len(nvcc.calls)
     assert text == f"sm_90a: {count} compiled, 0 there already\n" and count > 2
     assert invoke(*chosen, "--scope", "selected").stdout == f"sm_90a: 0 compiled, {count} there already\n"
