@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from unittest import mock
@@ -29,6 +30,17 @@ def of_gemms() -> list[KernelSource]:
     return gemm_cases.kernels([*gemm_cases.cases(), *gemm_cases.fp8_cases()], "90a")
 
 
+class _Gpus:
+    """A plugin of pytest: tests begin as if there were GPUs."""
+
+    def __init__(self, patches: contextlib.ExitStack) -> None:
+        self.patches = patches
+
+    def pytest_collection(self) -> None:
+        found = mock.patch.object(sys.modules["tests.conftest"], "_devices", return_value=(8, "8 found"))
+        self.patches.enter_context(found)
+
+
 def of_per_tile() -> list[KernelSource]:
     """Those of test_per_tile.py: its tests run until they make their ranks."""
     found: dict[KernelSource, None] = {}
@@ -41,10 +53,8 @@ def of_per_tile() -> list[KernelSource]:
     said = io.StringIO()
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(LocalRanks, "__init__", noted))
-        patches.enter_context(mock.patch("torch.backends.cuda.is_built", return_value=True))
-        patches.enter_context(mock.patch("torch.cuda.device_count", return_value=8))
         patches.enter_context(contextlib.redirect_stdout(said))
-        failed = pytest.main([*options, "tests/gpu/test_per_tile.py"])
+        failed = pytest.main([*options, "tests/gpu/test_per_tile.py"], plugins=[_Gpus(patches)])
     if failed:
         raise RuntimeError(f"test_per_tile.py ended with {failed!r} before it asked for kernels:\n{said.getvalue()}")
     return list(found)
