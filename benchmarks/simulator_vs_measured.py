@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.table import Table
 
 from distgemm import GemmProblem, make_plan
+from distgemm.bench.choices import UNFUSED_PROGRAMS
 from distgemm.simulator import predict_unfused, simulate
 from distgemm.simulator.machine import Machine
 from distgemm.tune import TunedConfig
-from distgemm.tune.config import Collective
 
 GATHER = "all_gather_1d_tiling_cd_rotating_a"
 RING = "reduce_scatter_1d_tiling_a_rotating_c"
@@ -144,11 +144,8 @@ BENCHMARKS = [Path(__file__).parent / "results" / f"bench_schedules_{ranks}xh200
 
 EXECUTIONS = [Path(__file__).parent / "results" / f"executions_{run}xh200.json" for run in ("4", "few_4", "2")]
 """The same by ``distgemm bench --executions``: plans with a kernel for each GEMM, and unfused programs; on H200s."""
-UNFUSED: dict[str, Collective] = {
-    "NCCL + cuBLAS": "nccl",
-    "torch two-shot + cuBLAS": "two-shot",
-    "torch one-shot + cuBLAS": "one-shot",
-}
+UNFUSED = {name.removesuffix(", copied"): config.collective for name, config in UNFUSED_PROGRAMS.items()}
+"""The collectives of the benchmark's methods. The model knows no copy of what is summed."""
 
 
 @dataclass(frozen=True)

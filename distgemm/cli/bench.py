@@ -43,6 +43,7 @@ from distgemm.cli.options import (
     benchmark_file,
     count_ranks,
     each_once,
+    join_ranks,
     models_of,
     named,
     number,
@@ -183,13 +184,14 @@ def bench_command(
         command=shlex.join(["distgemm", *sys.argv[1:]]),
         before=before,
     )
-    for name in ("rounds", "burst_ms", "peers"):
-        old, new = (before or {}).get(name), getattr(settings, name)
-        if before is not None and old != new:
-            raise ValueError(
-                f"--resume: the rows of {json} have {name} {old}, and this run has {new}: give --rounds, --burst-ms "
-                "and --quick as before"
-            )
+    if before is not None:
+        for name in ("rounds", "burst_ms", "peers"):
+            old, new = before.get(name), getattr(settings, name)
+            if old != new:
+                raise ValueError(
+                    f"--resume: the rows of {json} have {name} {old}, and this run has {new}: give --rounds, --burst-ms "
+                    "and --quick as before"
+                )
     with tempfile.TemporaryDirectory(prefix="distgemm-") as folder:
         path = json if json is not None and wants_text(json) else Path(folder) / "bench.json"
         measure(todo, size, settings, path, timeout, json, paths)
@@ -225,17 +227,12 @@ def measure(
         json, pictures: what --json and -o give.
     """
     from distgemm.bench.run import run_rank
-    from distgemm.runtime.launch import init_from_env, launch
+    from distgemm.runtime.launch import launch
 
     failed = ""
     before = _written(path)
     if "WORLD_SIZE" in os.environ:
-        import torch.distributed as dist
-
-        first = init_from_env("nccl", timeout) == 0
-        result = run_rank(todo, settings, path)
-        dist.barrier()
-        dist.destroy_process_group()
+        result, first = join_ranks(timeout, run_rank, todo, settings, path)
     else:
         first = True
         try:

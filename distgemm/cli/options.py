@@ -34,6 +34,7 @@ __all__ = [
     "count_ranks",
     "each_once",
     "gemm_problem",
+    "join_ranks",
     "mesh_text",
     "models_of",
     "named",
@@ -487,3 +488,22 @@ def count_ranks(command: str, given: int | None, tp: int, advice: str = "") -> i
     if size > gpus:
         raise ValueError(f"--ranks {size} needs {size} GPUs, found {gpus}")
     return size
+
+
+def join_ranks(timeout: float, run: Callable[..., T], *arguments: Any) -> tuple[T, bool]:
+    """What a function returns on this rank of those that torchrun has started, and whether this is the first one.
+
+    Args:
+        timeout: of the group, seconds.
+        run: what each rank runs in the group of all.
+        arguments: its arguments.
+    """
+    import torch.distributed as dist
+
+    from distgemm.runtime.launch import init_from_env
+
+    first = init_from_env("nccl", timeout) == 0
+    found = run(*arguments)
+    dist.barrier()
+    dist.destroy_process_group()
+    return found, first

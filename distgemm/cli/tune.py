@@ -26,6 +26,7 @@ from distgemm.cli.options import (
     benchmark_file,
     count_ranks,
     each_once,
+    join_ranks,
     models_of,
     named,
 )
@@ -88,17 +89,12 @@ def tune_command(
     size = count_ranks("tune", ranks, tp)
     found = cases(*names, ms, size, tp, dtype)
 
-    import torch.distributed as dist
-
-    from distgemm.runtime.launch import init_from_env, launch
+    from distgemm.runtime.launch import launch
 
     path = json.absolute() if json is not None and wants_text(json) else None
     arguments = found, write, kernels, path
     if "WORLD_SIZE" in os.environ:
-        first = init_from_env("nccl", TUNE_TIMEOUT_S) == 0
-        tuned = run_rank(*arguments)
-        dist.barrier()
-        dist.destroy_process_group()
+        tuned, first = join_ranks(TUNE_TIMEOUT_S, run_rank, *arguments)
         if not first:
             return
     else:

@@ -230,12 +230,14 @@ class Machine:
     @classmethod
     def from_dict(cls, fields: Any) -> Machine:
         """The machine that :meth:`to_dict` wrote. Raises ValueError for missing, unknown or wrong fields."""
-        known = {each.name for each in dataclasses.fields(cls)}
+        fields_of = dataclasses.fields(cls)
+        known = {each.name for each in fields_of}
+        needed = {each.name for each in fields_of if each.default is each.default_factory is dataclasses.MISSING}
         wanted = f"a JSON object with the fields {', '.join(sorted(known))}"
         if not isinstance(fields, dict):
             raise wrong("fields", wanted, fields)
         unknown = sorted(map(str, set(fields) - known))
-        missing = sorted(known - set(fields) - {"sources", "store_bandwidth", *OPTIONAL})
+        missing = sorted(needed - set(fields))
         if unknown or missing:
             lists = (("has unknown", unknown), ("lacks", missing))
             raise ValueError(f"fields is {wanted}; it {' and '.join(f'{what} {keys}' for what, keys in lists if keys)}")

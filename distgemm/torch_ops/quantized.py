@@ -59,7 +59,7 @@ class RankExchange(Exchange):
         """Raise ValueError on all ranks if they call a layer with different recipes.
 
         On GPUs only the first call of a recipe is collective: later ones may be captured. On CPUs each call is, as
-        those of executables are. Calls that are compiled are not compared.
+        those of executables are. Calls that are compiled, or first captured, are not compared.
         """
         if recording() or torch.compiler.is_compiling() or isinstance(x, FakeTensor):
             return

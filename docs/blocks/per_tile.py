@@ -12,6 +12,11 @@ from distgemm.viz.text import show_tile_order
 CASES = ((2, "H100"), (4, "H100"), (8, "H100"), (4, "H200"), (8, "H200"))
 
 
+def _label(row: dict[str, Any]) -> str:
+    """A layer and its rows of A, such as "8B out, 2048"."""
+    return f"{row['layer'].replace('b ', 'B ')}, {row['m']}"
+
+
 @table
 def tile_order(own: str) -> str:
     """The order of a small gather (own tiles "first") or reduction ("last")."""
@@ -84,7 +89,7 @@ def per_tile_gathered(file: str) -> str:
         us = row["us"]
         rows.append(
             [
-                f"{row['layer'].replace('b ', 'B ')}, {row['m']}",
+                _label(row),
                 f"{us['again']:.1f}",
                 f"{us['gathered']:.1f}",
                 f"{us['gathered'] / us['again']:.2f}",
@@ -105,7 +110,7 @@ def per_tile_few(file: str) -> str:
         )
         rows.append(
             [
-                f"{row['layer'].replace('b ', 'B ')}, {row['m']}",
+                _label(row),
                 f"`{row['pattern']}`",
                 f"{us[ending]:.1f}",
                 f"{us[spanning]:.1f}",
@@ -122,7 +127,7 @@ def per_tile_split(file: str) -> str:
     rows = []
     for row in read(file)["rows"]:
         us = row["us"]
-        cells = [f"{row['layer'].replace('b ', 'B ')}, {row['m']}", f"`{row['pattern']}`"]
+        cells = [_label(row), f"`{row['pattern']}`"]
         for splits in (False, True):
             best = min((name for name in us if name != "cublas" and ("split" in name) == splits), key=us.__getitem__)
             kernel = best.replace("_pp", "").replace("_split", "").split("_s")[0]
@@ -146,7 +151,7 @@ def per_tile_alone(file: str) -> str:
         holds += over <= 0
         rows.append(
             [
-                f"{row['layer'].replace('b ', 'B ')}, {row['m']}",
+                _label(row),
                 f"`{row['pattern']}`",
                 f"{us[best]:.1f}",
                 " ".join(best.split("_")[:2]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -449,30 +450,19 @@ def compiled() -> list[str]:
             each(split(data()[0], 1)).sum().backward()
             grads.append(layer.weight.grad.to_local())  # type: ignore[attr-defined]
     wrong += [far(grad, grads[0]) for grad in grads]
-    for name in ("tensorwise", "rowwise"):
+    gather, scatter = distgemm.all_gather_matmul, distgemm.matmul_reduce_scatter
+    for (function, along, out), name in product(((scatter, 1, 0), (gather, 0, 1)), ("tensorwise", "rowwise")):
         x, w, _, dy = data()
 
-        def scatter(a: Tensor, b: Tensor, name: str = name) -> Tensor:
-            return distgemm.matmul_reduce_scatter(a, b, group=group.group_name, recipe=name) * 2
+        def run(a: Tensor, b: Tensor, function: Any = function, name: str = name) -> Any:
+            return function(a, b, group=group.group_name, recipe=name) * 2
 
         found = []
-        for function in (scatter, torch.compile(scatter, fullgraph=True, backend="aot_eager")):
-            a, b = split(x, 1), split(w, 1)
-            y = function(a, b)
-            y.backward(split(dy, 0))
+        for each in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+            a, b = split(x, along), split(w, along)
+            y = each(a, b)
+            y.backward(split(dy, out))
             found.append((y, a.grad, b.grad))
-        wrong += [f"{name}: {reason}" for one, two in zip(*found, strict=True) if (reason := far(one, two))]
-    for name in ("tensorwise", "rowwise"):
-        x, w, _, dy = data()
-
-        def run(a: Tensor, b: Tensor, name: str = name) -> Tensor:
-            return distgemm.all_gather_matmul(a, b, group=group.group_name, recipe=name) * 2
-
-        found = []
-        for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
-            a, b = split(x, 0), split(w, 0)
-            y = function(a, b)
-            y.backward(split(dy, 1))
-            found.append((y, a.grad, b.grad))
-        wrong += [f"{name}: {reason}" for one, two in zip(*found, strict=True) if (reason := far(one, two))]
+        where = f"{function.__name__}, {name}"
+        wrong += [f"{where}: {reason}" for one, two in zip(*found, strict=True) if (reason := far(one, two))]
     return [each for each in wrong if each]

@@ -10,7 +10,7 @@ import pytest
 from distgemm.gemm.cubins import open_cubin
 from distgemm.gemm.nvcc import cubin_path
 from distgemm.gemm.per_tile.bind import RankGemm, Space
-from distgemm.gemm.per_tile.kernel import KernelTraits
+from distgemm.gemm.per_tile.kernel import KernelTraits, Launch
 from distgemm.gemm.per_tile.order import TileOrder
 from distgemm.gemm.per_tile.params import CONTROL_BYTES, Control, Order, Params
 from tests.unit.sass import main_loop
@@ -183,3 +183,24 @@ def test_kernels_compile(traits: KernelTraits) -> None:
             field = getattr(kind, part)
             offset, size, kind = offset + field.offset, field.size, dict(kind._fields_)[part]
         assert (offset, size) == (fact.offset, fact.size), name
+
+
+@pytest.mark.parametrize(("held", "sms", "grid"), [(30, 132, 120), (33, 132, 132), (30, 16, 16)])
+def test_a_launch_has_the_clusters_that_a_gpu_holds(
+    held: int, sms: int, grid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of clusters of four blocks; pairs always fit, so nobody asks for them."""
+    launched = []
+
+    class Held:
+        def max_clusters(self, device: int, cluster: tuple[int, int]) -> int:
+            assert cluster == (4, 1)
+            return held
+
+        def launcher(self, device: int, blocks: tuple[int, int, int], parameter: int) -> None:
+            launched.append(blocks)
+
+    monkeypatch.setattr("distgemm.gemm.per_tile.kernel.open_cubin", lambda source, params: Held())
+    for traits in (SPLIT, replace(SPLIT, cluster=(2, 1), split=1)):
+        Launch(traits, Params(), sms, 0)
+    assert launched == [(grid, 1, 1), (sms, 1, 1)]

@@ -647,6 +647,17 @@ def test_free_gemms_leave_stores(size: int) -> None:
         assert simulate(plan, ideal(1.0)).time == pytest.approx((size - 1) * part / 1e3)
 
 
+def test_a_machine_may_lack_what_has_a_default() -> None:
+    fields = H200.to_dict()
+    plain = dataclasses.replace(H200, sources={}, small_collective=None, symmetric=None, store_bandwidth=None)
+    for name in ("sources", "small_collective", "symmetric", "store_bandwidth"):
+        del fields[name]
+    assert Machine.from_dict(fields) == plain
+    for name in list(fields):
+        with pytest.raises(ValueError, match=rf"it lacks {name}$"):
+            Machine.from_dict({key: value for key, value in fields.items() if key != name})
+
+
 def test_links_carry_stores_at_their_own_rate() -> None:
     """Of stores, a link carries what the slower rate allows; of copies, what it always carries."""
     part = 64 * 1024 * 2
