@@ -189,8 +189,8 @@ def bench_command(
             old, new = before.get(name), getattr(settings, name)
             if old != new:
                 raise ValueError(
-                    f"--resume: the rows of {json} have {name} {old}, and this run has {new}: give --rounds, --burst-ms "
-                    "and --quick as before"
+                    f"--resume: the rows of {json} have {name} {old}, and this run has {new}: give --rounds, "
+                    "--burst-ms and --quick as before"
                 )
     with tempfile.TemporaryDirectory(prefix="distgemm-") as folder:
         path = json if json is not None and wants_text(json) else Path(folder) / "bench.json"

@@ -127,8 +127,8 @@ def auto(file: str) -> str:
     faster, clearly = (sum(each * spread < 1 for each in ratios) for spread in (1, SPREAD))
     text = (
         f"In {len(found)} rows the fastest peer takes {geometric_mean(ratios):.2f} times as long as "
-        f'`schedule="auto"` in the geometric mean. It is faster in {faster} rows, by more than {100 * (SPREAD - 1):.0f} % in '
-        f"{clearly}:"
+        f'`schedule="auto"` in the geometric mean. It is faster in {faster} rows, by more than '
+        f"{100 * (SPREAD - 1):.0f} % in {clearly}:"
     )
     rows = [
         [

@@ -654,7 +654,7 @@ def test_a_machine_may_lack_what_has_a_default() -> None:
         del fields[name]
     assert Machine.from_dict(fields) == plain
     for name in list(fields):
-        with pytest.raises(ValueError, match=rf"it lacks {name}$"):
+        with pytest.raises(ValueError, match=rf"it lacks \['{name}'\]$"):
             Machine.from_dict({key: value for key, value in fields.items() if key != name})
 
 
