@@ -118,8 +118,7 @@ ONE_SHOT_ROWS = 256
 STORES = (
     *(Variant(f"{rate} GB/s", call={"gb_per_s": float(rate)}) for rate in (340, 374, 390, 0)),
     *(Variant(f"lead {lead}", gemm={"lead": lead}) for lead in (0, 8)),
-    Variant("b2", {"epilogue_stages": 2}),
-    Variant("b3", {"epilogue_stages": 3}),
+    *(Variant(f"b{stages}", {"epilogue_stages": stages}) for stages in (2, 3, 4)),
 )
 VARIANTS: dict[Pattern, Sequence[Variant]] = {
     "ag+gemm": (

@@ -175,7 +175,7 @@ def test_other_plans_that_are_refused() -> None:
         (GATHER, (128, 4 * 13312, 16384), "128x128x64_1x2_cooperative", 1),
         (SCATTER, (2048, 8192, 4 * 1024), "64x128x64_2x1_pingpong", 4),
         (SCATTER, (2048, 16384, 4 * 2048), "128x128x64_2x1_pingpong", 4),
-        (SCATTER, (8192, 16384, 4 * 6656), "128x256x64_2x1_cooperative", 1),
+        (SCATTER, (8192, 16384, 4 * 6656), "128x256x64_2x1_cooperative", 4),
         (GATHER, (128, 4 * 768, 4096), "64x64x64_1x2_pingpong_split_4", 1),
         (GATHER, (128, 4 * 1280, 8192), "64x64x64_1x2_pingpong_split_4", 1),
         (GATHER, (128, 4 * 3584, 4096), "64x64x64_2x2_pingpong_split_4", 1),

@@ -25,7 +25,7 @@ REDUCE = KernelTraits("gemm+rs", (128, 128), (2, 1), pingpong=True, epilogue_sta
     [
         ({"dtype": "float32"}, "dtype is bfloat16 or float16"),
         ({"tile": (96, 256)}, "64 or 128 rows of a tile and 64 to 256 columns"),
-        ({"tile": (128, 200)}, "a multiple of 32"),
+        ({"tile": (128, 200)}, "a multiple of 16"),
         ({"tile": (256, 256)}, "at most 24576 elements in all; got 256x256"),
         ({"tile": (256, 160), "pattern": "gemm+rs", "sends": False}, "at most 16384 elements in all; got 256x160"),
         ({"tile": (128, 160), "cluster": (3, 1)}, "a multiple of 8 rows .* of 128x160 and clusters of 3x1"),

@@ -39,7 +39,7 @@ PIECE_BYTES = 512
 PIECE_ROWS = 32
 """Rows of a piece, which divide those of a tile."""
 MAX_STAGES = 8
-COLUMNS = range(64, 257, 32)
+COLUMNS = range(64, 257, 16)
 """Columns of a tile: a subtile of D has 64, and the last one may overlap the one before."""
 SWIZZLE_ROWS = 8
 """Rows whose swizzle repeats: a thread block loads multiples of them."""
@@ -59,7 +59,7 @@ class KernelTraits:
 
     Attributes:
         pattern: the pattern.
-        tile: rows and columns. A warp group has 64 or 128 rows of it and 64 to 256 columns, a multiple of 32, as far
+        tile: rows and columns. A warp group has 64 or 128 rows of it and 64 to 256 columns, a multiple of 16, as far
             as its registers hold them.
         cluster: tiles along rows and columns of a cluster of thread blocks. Each block has one, and blocks share loads.
         pingpong: whether each of the two warp groups has tiles of its own. Otherwise both share each tile.

@@ -53,6 +53,7 @@ TILES: Mapping[tuple[int, int], TileCosts] = MappingProxyType(
         (128, 128): TileCosts(0.753, 0.806, 0.2),
         (256, 192): TileCosts(0.876, 0.852, 1.8),
         (256, 160): TileCosts(0.876, 0.852, 1.8),
+        (256, 144): TileCosts(0.876, 0.852, 1.8),
         (256, 128): TileCosts(0.876, 0.852, 1.8),
         (64, 256): TileCosts(0.633, 0.787, 1.4),
         (64, 128): TileCosts(0.549, 0.596, 0.5),
@@ -60,7 +61,7 @@ TILES: Mapping[tuple[int, int], TileCosts] = MappingProxyType(
     }
 )
 """Fitted, but for these. 64x256: of the first kernels (``per_tile_2xh100.json``). Not measured in per-tile kernels:
-64x64 is a guess; 128x224 lies between its neighbours; 128x160 and tiles of 256 rows are to 128x192 and 128x256 as
+64x64 is a guess; 128x224 lies between its neighbours; 256x144 is as 256x160; 128x160 and tiles of 256 rows are to 128x192 and 128x256 as
 CUTLASS's kernels with these tiles on an H200 (:data:`distgemm.gemm.tiles.TILES`)."""
 COOPERATIVE_US = 1.8
 """The least overhead of a cooperative tile, whose warp groups multiply nothing meanwhile: that of 128x256."""

@@ -20,7 +20,7 @@ from distgemm.simulator.machine import Machine
 __all__ = ["CONFIGS", "SPANNING", "MACHINE", "ONE_SHOT", "ROW_BYTES", "SPLIT", "configs_of", "gemm_of", "traits_of"]
 
 LARGE = "128x256x64_2x1_cooperative"
-WIDE = ("256x192x64_1x2_cooperative", "256x160x64_1x2_cooperative", LARGE)
+WIDE = ("256x192x64_1x2_cooperative", "256x160x64_1x2_cooperative", "256x144x64_1x2_cooperative", LARGE)
 BETWEEN = ("128x224x64_2x1_cooperative", "128x192x64_2x1_cooperative", "128x160x64_2x1_cooperative")
 SMALL = ("128x128x64_2x1_pingpong", "64x128x64_2x1_pingpong", "64x128x64_1x2_pingpong")
 CONFIGS: dict[Pattern, tuple[str, ...]] = {
@@ -42,12 +42,13 @@ MACHINE = "h200"
 """The machine of all predictions, whatever the GPU: they only say which kernels are worth measuring."""
 EPILOGUE_STAGES: dict[Pattern, tuple[int, int]] = {
     "ag+gemm": (1, 2),
-    "gemm+rs": (1, 4),
+    "gemm+rs": (4, 4),
     "gemm+ar": (1, 3),
     "gemm+a2a": (1, 3),
     "a2a+gemm": (1, 2),
 }
-"""Of a cooperative kernel, and of a pingpong kernel: the fastest ones in docs/per_tile.md. All-to-alls have not been
+"""Of a cooperative kernel, and of a pingpong kernel: the fastest ones in docs/per_tile.md. With four, a cooperative
+"gemm+rs" has room for a whole tile of 128x256, so its warps need not wait for the link. All-to-alls have not been
 measured: theirs are those of the kernels whose warp 1 does the same. A kernel that splits k has one, which holds a tile
 of 64x64, since its shared memory also has sums."""
 ROW_BYTES = 16
