@@ -61,8 +61,8 @@ TILES: Mapping[tuple[int, int], TileCosts] = MappingProxyType(
     }
 )
 """Fitted, but for these. 64x256: of the first kernels (``per_tile_2xh100.json``). Not measured in per-tile kernels:
-64x64 is a guess; 128x224 lies between its neighbours; 256x144 is as 256x160; 128x160 and tiles of 256 rows are to 128x192 and 128x256 as
-CUTLASS's kernels with these tiles on an H200 (:data:`distgemm.gemm.tiles.TILES`)."""
+64x64 is a guess; 128x224 lies between its neighbours; 128x160 and tiles of 256 rows are to 128x192 and 128x256 as
+CUTLASS's kernels with these tiles on an H200 (:data:`distgemm.gemm.tiles.TILES`), 256x144 as 256x160."""
 COOPERATIVE_US = 1.8
 """The least overhead of a cooperative tile, whose warp groups multiply nothing meanwhile: that of 128x256."""
 MEMORY_SHARE = 0.77
