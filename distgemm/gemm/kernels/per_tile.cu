@@ -187,7 +187,7 @@ struct Terms {
 struct alignas(128) Params {
   // TMA descriptors, each of (contiguous mode, other mode, number of the matrix)
   CUtensorMap a, b, d;
-  CUtensorMap received[2];  // slices of shards of A, in the slots of each buffer of the workspace
+  CUtensorMap received[2];  // shards of A, in the slots of each buffer of the workspace
   CUtensorMap gathered;     // all of A, in a tensor of the caller
   TileOrder order;
   PieceOrder pieces;
@@ -310,10 +310,7 @@ struct Uses {
 // The stage of operands that comes next, and the phase of its barriers.
 struct Stage {
   uint32_t index = 0, phase = 0;
-  CUTE_DEVICE void advance() {
-    if (++index == kStages) index = 0, phase ^= 1;
-  }
-  CUTE_DEVICE void advance(uint32_t by) {
+  CUTE_DEVICE void advance(uint32_t by = 1) {
     index += by;
     phase ^= index / kStages & 1;
     index %= kStages;
@@ -341,7 +338,7 @@ struct Tickets {
     return ticket;
   }
   // The same, where all lanes of a warp call it. They read equal tickets. ptxas knows that they are equal only if lane 0
-  // gives its ticket to the others. multiply_ and load_operands_ have the reasons.
+  // gives its ticket to the others. multiply_ has the reason.
   CUTE_DEVICE Ticket next_of_warp() {
     Ticket const ticket = next();
     auto const of_first = [](auto value) { return __shfl_sync(0xffffffff, value, 0); };
@@ -385,10 +382,8 @@ class Kernel {
     if (counts) atomicAdd(&spaces_.control(spaces_.rank).running, 1u);
     mute_ = spaces_.dead(kMute);
     __syncwarp();
-    if constexpr (kCluster > 1) cluster_arrive_relaxed();
-    if (warp == 3 && elect_one_sync()) fetch_first_();
-    __syncwarp();
     if constexpr (kCluster > 1) {
+      cluster_arrive_relaxed();
       cluster_wait();
     } else {
       __syncthreads();
@@ -433,21 +428,6 @@ class Kernel {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 
-  // Fetches the first stages of B into L2 before it is known which tile comes first: all clusters together take the
-  // first tickets, and fetch what these need.
-  CUTE_DEVICE void fetch_first_() const {
-    uint32_t const number = blockIdx.x / kCluster;
-    if (!DG_B_K_MAJOR || number >= order_.clusters()) return;
-    TileCluster const first = order_.at<kGathers>(number);
-    Tile const tile = product_of_(first);
-    uint32_t const share = kSplits ? 0 : block_ % kClusterM, rows = kBlockN / kSharesM;
-    int32_t const row = tile.column * kBlockN + share * rows;
-    int32_t const matrix = b_of_(rank_at_(kFromHolders ? 0 : tile.distance));
-    uint32_t const end = first_ + cute::min(depth_, uint32_t(kStages));
-    CUTE_NO_UNROLL
-    for (uint32_t k = first_; k < end; ++k) SM90_TMA_LOAD_3D::PREFETCH::copy(&params_.b, int32_t(k * kTileK), row, matrix);
-  }
-
   // ---------------------------------------------------------------- tickets
 
   // Gives a ticket to all blocks of the cluster, as the ticket of this number. Each cluster takes one beyond the last
@@ -481,9 +461,9 @@ class Kernel {
   CUTE_DEVICE bool exists_(Ticket const& ticket) const { return ticket.clock.ticket() < order_.clusters(); }
   CUTE_DEVICE Tile tile_(Ticket const& ticket) const { return Tile::of(ticket.cluster(), block_); }
   // What this block multiplies: row and column count by kBlockM and kBlockN.
-  CUTE_DEVICE Tile product_(Ticket const& ticket) const { return product_of_(ticket.cluster()); }
-  CUTE_DEVICE Tile product_of_(TileCluster const& cluster) const {
-    if constexpr (!kSplits) return Tile::of(cluster, block_);
+  CUTE_DEVICE Tile product_(Ticket const& ticket) const {
+    if constexpr (!kSplits) return tile_(ticket);
+    TileCluster const cluster = ticket.cluster();
     return {cluster.distance, cluster.block, cluster.column};
   }
   CUTE_DEVICE bool finishes_() const { return block_ < kTiles; }  // a tile
@@ -523,8 +503,6 @@ class Kernel {
   // Whether shards of D are columns, and not rows.
   CUTE_DEVICE bool by_columns_() const { return kAllReduces && params_.by_columns; }
   CUTE_DEVICE uint32_t rank_at_(uint32_t distance) const { return (spaces_.rank + distance) % spaces_.ranks; }
-  // Which of the matrices of B's descriptor is that of a rank's shard.
-  CUTE_DEVICE uint32_t b_of_(uint32_t rank) const { return kToOwners || kFromHolders || by_columns_() ? rank : 0; }
   // Which of the matrices of a descriptor, one for each shard, is that of the rank so far behind this one.
   CUTE_DEVICE int32_t matrix_(uint32_t distance) const { return spans_() ? 0 : rank_at_(distance); }
 
@@ -548,10 +526,6 @@ class Kernel {
   CUTE_DEVICE uint32_t received_(uint32_t distance, uint32_t sender = 0) const {
     return spans_() ? sender : distance - 1;
   }
-  // The slot of a row of a slice of a matrix that a rank receives. A piece is contiguous.
-  CUTE_DEVICE uint64_t received_at_(uint32_t matrix, uint32_t slice, uint32_t row) const {
-    return ((uint64_t(matrix) * params_.slices + slice) * params_.m + row) * kPieceBytes;
-  }
   // The flag of a piece of a shard that a rank receives.
   CUTE_DEVICE uint32_t piece_slot_(uint32_t shard, uint32_t row, uint32_t slice) const {
     return (shard * params_.pieces.rows + row) * params_.slices + slice;
@@ -564,16 +538,15 @@ class Kernel {
 
   // ---------------------------------------------------------------- warp 0
 
-  // TMA takes its operands from uniform registers, too (multiply_). So all lanes go through the loop, and one of them loads.
   CUTE_DEVICE void load_operands_() {
     Tickets tickets{storage_};
     Stage stage;
     uint32_t number = 1;
-    bool const elected = elect_one_sync();
+    bool const elected = lane() == 0;
     auto const next = [&] {
       if (kCluster > 1 && elected) Barrier::expect(storage_.ticket_arrived[tickets.uses.index()], sizeof(Ticket));
       __syncwarp();
-      return tickets.next_of_warp();
+      return tickets.next();
     };
     Ticket ticket = next();
     for (; exists_(ticket); ticket = next(), ++number) {
@@ -606,37 +579,33 @@ class Kernel {
         uint32_t const of_shard = kFromHolders ? rank_at_(from.distance) : of_tile;
         // This rank has A of all shards.
         bool const of_all = kFromHolders || (kReduces && !by_columns_() && !spans_());
-        uint32_t const matrix_a =
-            receives ? received_(from.distance) * params_.slices + from.number : of_all ? of_shard : 0;
-        uint32_t const first_of_a = receives ? from.number * kSliceTiles : 0;  // a matrix of the received A is a slice
-        uint32_t const matrix_b = b_of_(of_shard);
+        uint32_t const matrix_a = receives ? received_(from.distance) : of_all ? of_shard : 0;
+        uint32_t const matrix_b = kToOwners || kFromHolders || by_columns_() ? of_shard : 0;
         bool const known = slice < first_slice + 32 && arrived >> (slice - first_slice) & 1;
         if (receives && inside && !known) {
           first_slice = slice;
           arrived = wait_for_slices_(clock, tile, slice);
         }
-        if (elected && block_ == 0 && slice == take_at) taken = spaces_.take();
-        uint32_t const begin = cute::max(from.number * kSliceTiles, first_);
-        uint32_t const end = cute::min((from.number + 1) * kSliceTiles, kSplits ? first_ + depth_ : shard_depth_);
-        CUTE_NO_UNROLL
-        for (uint32_t k = begin; k < end; ++k) {
-          uint64_t& full = storage_.full[stage.index];
-          Barrier::wait(storage_.empty[stage.index], stage.phase ^ 1);
-          if (elected) {
+        if (elected) {
+          if (block_ == 0 && slice == take_at) taken = spaces_.take();
+          uint32_t const begin = cute::max(from.number * kSliceTiles, first_);
+          uint32_t const end = cute::min((from.number + 1) * kSliceTiles, kSplits ? first_ + depth_ : shard_depth_);
+          CUTE_NO_UNROLL
+          for (uint32_t k = begin; k < end; ++k) {
+            uint64_t& full = storage_.full[stage.index];
+            Barrier::wait(storage_.empty[stage.index], stage.phase ^ 1);
             Barrier::expect(full, bytes_a + kStageB);
             if (loads_a) {
               load_<kSharesN, kBlockM, kBlockM, DG_A_K_MAJOR>(
-                  map_a, storage_.a[stage.index], full, params_.loaded_m, share_a, share_b, kClusterM, k - first_of_a,
-                  tile.row, matrix_a);
+                  map_a, storage_.a[stage.index], full, params_.loaded_m, share_a, share_b, kClusterM, k, tile.row, matrix_a);
             }
             load_<kSharesM, kBlockN, kLoadedN, DG_B_K_MAJOR>(
                 params_.b, storage_.b[stage.index], full, kBlockN / kSharesM, share_b, share_a * kClusterM, 1, k,
                 tile.column, matrix_b);
+            stage.advance();
           }
-          __syncwarp();
-          stage.advance();
+          if (block_ == 0 && slice == pass_at) pass_on_(taken, number);
         }
-        if (elected && block_ == 0 && slice == pass_at) pass_on_(taken, number);
         __syncwarp();
       }
     }
@@ -724,11 +693,9 @@ class Kernel {
       int64_t const first_row = kFromHolders ? int64_t(peer) * params_.m : 0;
       auto const* const from = reinterpret_cast<uint8_t const*>(params_.shard) + first_row * pitch + column;
       uint32_t const shard = received_(piece.distance, spaces_.rank);
-      uint64_t const to = spaces_.slot(
-          peer, clock.buffer(), spans_() ? received_at_(0, piece.slice, shard * params_.rank_rows) : received_at_(shard, piece.slice, 0));
+      uint64_t const to = spaces_.slot(peer, clock.buffer(), shard * params_.rank_rows * row_bytes + column);
       auto const load = [&](int32_t row, uint32_t use) {
         int32_t const rows = cute::min(int32_t(kCopyRows), end - row);
-        if (bytes < kPieceBytes) clear_behind_(storage_.copied[use % 2], bytes);
         if (lane() == 0) Barrier::expect(storage_.arrived[use % 2], rows * bytes);
         __syncwarp();
         if (int32_t(lane()) < rows) {
@@ -746,10 +713,11 @@ class Kernel {
         }
         if (lane() == 0 && row == begin && piece.distance) pacing.wait((end - begin) * bytes);
         Barrier::wait(storage_.arrived[uses.index()], uses.phase());
-        if (lane() == 0) {
+        __syncwarp();
+        if (int32_t(lane()) < cute::min(int32_t(kCopyRows), end - row)) {
           SM90_BULK_COPY_S2G::copy(
-              storage_.copied[uses.index()], reinterpret_cast<void*>(to + row * kPieceBytes),
-              cute::min(int32_t(kCopyRows), end - row) * kPieceBytes);
+              storage_.copied[uses.index()] + lane() * kPieceBytes,
+              reinterpret_cast<void*>(to + (row + lane()) * row_bytes), bytes);
         }
         commit();
       }
@@ -760,16 +728,6 @@ class Kernel {
         Workspaces::set(spaces_.flag(peer, clock.buffer(), piece_slot_(shard, piece.row, piece.slice)), clock.epoch());
       }
     }
-  }
-
-  // Clears what lies behind so many bytes of each row of a piece. B is 0 there, but 0 times NaN is NaN.
-  CUTE_DEVICE static void clear_behind_(uint8_t* rows, uint32_t bytes) {
-    if (lane() < kCopyRows) {
-      for (uint32_t at = lane() * kPieceBytes + bytes; at < (lane() + 1) * kPieceBytes; at += 16) {
-        *reinterpret_cast<uint4*>(rows + at) = {0, 0, 0, 0};
-      }
-    }
-    fence_shared();
   }
 
   // Takes peers' results from slots to D, two subtiles at a time. One thread; where it adds terms, a warp.
