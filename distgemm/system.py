@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["cores", "read_regular", "switch", "unsafe", "write_atomically"]
+__all__ = ["cores", "cores_of_rank", "read_regular", "switch", "unsafe", "write_atomically"]
 
 SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -41,6 +41,16 @@ def cores(root: Path = Path("/")) -> int:
     """
     allowed = len(os.sched_getaffinity(0))
     return max(1, min([allowed, *(math.ceil(quota) for quota in _quotas(root))]))
+
+
+def cores_of_rank(ranks: int) -> int:
+    """The share of these cores that a rank has where each of this machine's ranks takes one; at least 1.
+
+    Args:
+        ranks: number of ranks, also on other machines: torchrun says in LOCAL_WORLD_SIZE how many are on this one.
+    """
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, cores() // min(ranks, int(local) if local.isdigit() and int(local) else ranks))
 
 
 def _quotas(root: Path) -> Iterator[float]:
@@ -93,7 +103,7 @@ def unsafe(path: Path) -> str:
     return ""
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file, all or nothing.
 
     What stands at the path, even a link, is replaced and not written through.
@@ -103,8 +113,8 @@ def write_atomically(path: Path, text: str) -> None:
     """
     descriptor, written = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with open(descriptor, "w") as file:
-            file.write(text)
+        with open(descriptor, "wb") as file:
+            file.write(content if isinstance(content, bytes) else content.encode())
             os.fchmod(descriptor, 0o644)
         os.replace(written, path)
     except BaseException:

@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from distgemm.gemm.packs import Pack, PackError, find_pack, not_usable, write_pack
-from distgemm.system import cores, read_regular, unsafe
+from distgemm.system import cores, cores_of_rank, read_regular, unsafe
 
 __all__ = [
     "CacheError",
@@ -487,10 +487,10 @@ def build_together(sources: Sequence[KernelSource], rank: int, ranks: int, backg
     Args:
         sources: the sources; they may repeat.
         rank: this rank.
-        ranks: number of ranks.
+        ranks: number of ranks, also on other machines.
         background: whether the ranks do something else meanwhile. Then no bar is drawn, and each rank keeps a core.
     """
-    jobs = max(1, cores() // ranks - background)
+    jobs = max(1, cores_of_rank(ranks) - background)
     build(rotated(sources, rank, ranks), jobs, progress=rank == 0 and not background)
 
 

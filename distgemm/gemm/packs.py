@@ -11,6 +11,7 @@ import base64
 import functools
 import hashlib
 import importlib.util
+import io
 import json
 import lzma
 import zipfile
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distgemm.system import read_regular, switch, unsafe
+from distgemm.system import read_regular, switch, unsafe, write_atomically
 
 __all__ = ["DISTRIBUTION", "Pack", "PackError", "PackedCubin", "find_pack", "not_usable", "write_pack"]
 
@@ -231,9 +232,11 @@ def write_pack(
     files[f"{info}/RECORD"] = "\n".join([*record, f"{info}/RECORD,,", ""]).encode()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{PACKAGE}-{version}-{tag}.whl"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
+    whole = io.BytesIO()
+    with zipfile.ZipFile(whole, "w", zipfile.ZIP_DEFLATED) as wheel:
         for name, content in files.items():
             entry = zipfile.ZipInfo(name)  # of 1980, so that the same cubins give the same bytes
             entry.external_attr = 0o644 << 16
             wheel.writestr(entry, content, zipfile.ZIP_STORED if name.endswith(".xz") else zipfile.ZIP_DEFLATED)
+    write_atomically(path, whole.getvalue())
     return path

@@ -15,7 +15,7 @@ from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.nvcc import build, rotated
 from distgemm.gemm.select import gpu_name
 from distgemm.gemm.target import compiling_for
-from distgemm.system import cores, switch
+from distgemm.system import cores_of_rank, switch
 from distgemm.torch_ops.kernels import sources_for
 from distgemm.torch_ops.needs import Need, record_needs
 from distgemm.tune.kernels import Scope
@@ -55,7 +55,7 @@ def warmup(model: nn.Module, *inputs: Any, backward: bool = True, **options: Any
         rank, ranks = dist.get_rank(), dist.get_world_size()
         with compiling_for(CutlassProvider().arch, gpu_name()):  # the best, whatever is there
             sources = sources_for(rotated(needs, rank, ranks), scope_of_calls())
-            build(sources, max(1, cores() // ranks), progress=rank == 0)
+            build(sources, cores_of_rank(ranks), progress=rank == 0)
     return needs
 
 

@@ -264,6 +264,22 @@ def test_what_is_no_pack(nvcc: Nvcc, tmp_path: Path) -> None:
         compiler.pack_cubins(mixed, tmp_path, "0.1")
 
 
+def test_a_pack_that_cannot_be_written_leaves_the_one_before(
+    nvcc: Nvcc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build([SOURCE], progress=False)
+    path = compiler.pack_cubins([SOURCE], tmp_path / "dist", "0.1")
+    before = path.read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(OSError, match="no space left"):
+        compiler.pack_cubins([SOURCE], path.parent, "0.1")
+    assert [*path.parent.iterdir()] == [path] and path.read_bytes() == before
+
+
 def test_the_command(nvcc: Nvcc, tmp_path: Path) -> None:
     chosen = ["--config", "128x128x64_2x1_pingpong", "--terms", "none"]
     done = CliRunner().invoke(cli.app, ["build", "--pack", str(tmp_path / "dist"), *chosen], env={"DISTGEMM_PACK": ""})

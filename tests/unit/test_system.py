@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distgemm.system import cores, read_regular, switch, write_atomically
+from distgemm.system import cores, cores_of_rank, read_regular, switch, write_atomically
 
 # --- cores ----------------------------------------------------------------------------------------------
 
@@ -83,6 +83,20 @@ def test_cores_of_this_process_follow_its_affinity() -> None:
     program = f"import os; os.sched_setaffinity(0, {{{one}}}); from distgemm.system import cores; print(cores())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "1\n"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "local", "share"), [(2, None, 12), (8, "", 3), (16, "8", 3), (2, "8", 12), (8, "0", 3), (64, "48", 1)]
+)
+def test_ranks_of_a_machine_share_its_cores(
+    ranks: int, local: str | None, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distgemm.system.cores", lambda: 24)
+    if local is None:
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    assert cores_of_rank(ranks) == share
 
 
 def test_nothing_else_counts_cores() -> None:
