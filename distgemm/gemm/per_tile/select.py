@@ -47,10 +47,10 @@ EPILOGUE_STAGES: dict[Pattern, tuple[int, int]] = {
     "gemm+a2a": (1, 3),
     "a2a+gemm": (1, 2),
 }
-"""Of a cooperative kernel, and of a pingpong kernel: the fastest ones in docs/per_tile_measured.md. With four, a cooperative
-"gemm+rs" has room for a whole tile of 128x256, so its warps need not wait for the link. All-to-alls have not been
-measured: theirs are those of the kernels whose warp 1 does the same. A kernel that splits k has one, which holds a tile
-of 64x64, since its shared memory also has sums."""
+"""Of a cooperative kernel, and of a pingpong kernel: the fastest ones in docs/per_tile_measured.md. With four, a
+cooperative "gemm+rs" has room for a whole tile of 128x256, so its warps need not wait for the link. All-to-alls have
+not been measured: theirs are those of the kernels whose warp 1 does the same. A kernel that splits k has one, which
+holds a tile of 64x64, since its shared memory also has sums."""
 ROW_BYTES = 16
 """Bytes that divide each row which TMA copies."""
 
