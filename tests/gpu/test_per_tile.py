@@ -26,7 +26,12 @@ KINDS = [
     ((128, 160), (2, 1), False),
     ((128, 224), (2, 1), False),
 ]
-WIDE_AND_HIGH = [((256, 160), (1, 2), False), ((256, 192), (1, 2), False), ((256, 192), (2, 1), False)]
+WIDE_AND_HIGH = [
+    ((256, 144), (1, 2), False),
+    ((256, 160), (1, 2), False),
+    ((256, 192), (1, 2), False),
+    ((256, 192), (2, 1), False),
+]
 """Tiles that reductions do not have."""
 GATHERS = KINDS + WIDE_AND_HIGH
 KINDS_OF = {
