@@ -193,15 +193,19 @@ class Layer:
         names = ("x", "qkv", "out", "fc1", "fc2", "norms")
         return {name: getattr(self, name) for name in names}
 
-    def run(self, method: Nccl) -> dict[str, Tensor]:
-        """The output and all gradients, by name."""
-        hidden = self.x.shape[1]
-        y = functional.rms_norm(self.x, (hidden,), self.norms[0])
+    def forward(self, method: Nccl, x: Tensor) -> Tensor:
+        """The output for an input like ``x``."""
+        hidden = x.shape[1]
+        y = functional.rms_norm(x, (hidden,), self.norms[0])
         y = self.attention(GatherMatmul.apply(method, y, self.qkv))
-        x = self.x + MatmulScatter.apply(method, y, self.out)
+        x = x + MatmulScatter.apply(method, y, self.out)
         y = GatherMatmul.apply(method, functional.rms_norm(x, (hidden,), self.norms[1]), self.fc1)
         gate, up = y.chunk(2, -1)
-        x = x + MatmulScatter.apply(method, functional.silu(gate) * up, self.fc2)
+        return x + MatmulScatter.apply(method, functional.silu(gate) * up, self.fc2)
+
+    def run(self, method: Nccl) -> dict[str, Tensor]:
+        """The output and all gradients, by name."""
+        x = self.forward(method, self.x)
         grads = torch.autograd.grad(x, list(self.inputs.values()), self.incoming)
         return {"output": x.detach()} | {f"gradient of {k}": g for k, g in zip(self.inputs, grads, strict=True)}
 
@@ -230,9 +234,11 @@ class Layer:
         return found
 
 
-def layer_of(model: Model, tp: int, ranks: int, m: int, device: torch.device, dtype: torch.dtype) -> Layer:
-    """This rank's part of a layer. Each rank draws other numbers; the norms are the same."""
-    generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
+def layer_of(
+    model: Model, tp: int, ranks: int, m: int, device: torch.device, dtype: torch.dtype, number: int = 0
+) -> Layer:
+    """This rank's part of a layer with this number. Each rank draws other numbers; the norms are the same."""
+    generator = torch.Generator(device).manual_seed(1 + dist.get_rank() + number * dist.get_world_size())
     heads, kv_heads, inner = model.heads // tp, model.kv_heads // tp, model.intermediate // tp
 
     def randn(rows: int, columns: int, scale: float = 1.0) -> Tensor:

@@ -119,16 +119,20 @@ def test_arguments_of_a_long_sequence(arguments: str, message: str) -> None:
 
 
 @pytest.mark.sample(0)
-def test_all_methods_of_the_layer_benchmark_compute_the_same() -> None:
-    """The output and the gradients of a tiny layer on CPUs: by collectives, and by distgemm with several schedules."""
-    program = ROOT / "benchmarks" / "layer.py"
-    if not program.exists():
+@pytest.mark.parametrize(
+    ("program", "checked"),
+    [("layer", {"NCCL + cuBLAS": 1, "distgemm": 3}), ("end_to_end", {"training": 1, "decode": 1})],
+)
+def test_all_methods_of_a_benchmark_compute_the_same(program: str, checked: dict[str, int]) -> None:
+    """Outputs and gradients of tiny layers on CPUs: by collectives, and by distgemm with several schedules."""
+    path = ROOT / "benchmarks" / f"{program}.py"
+    if not path.exists():
         pytest.skip("a source archive has no benchmarks/")
-    command = [sys.executable, str(program), "--ranks", "2", "--check"]
+    command = [sys.executable, str(path), "--ranks", "2", "--check"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("distgemm") == 3 and "NCCL + cuBLAS" in done.stdout
+    assert {name: done.stdout.count(name) for name in checked} == checked
 
 
 @pytest.mark.sample(0)  # many launches; the program of the README runs in test_torchrun.py
