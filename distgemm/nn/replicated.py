@@ -10,6 +10,7 @@ from distgemm.fp8 import LayerState
 from distgemm.fp8.layer import Split
 from distgemm.torch_ops import matmul_all_reduce
 from distgemm.torch_ops.functional import autocast
+from distgemm.torch_ops.library import without_gradient
 from distgemm.torch_ops.quantized import rank_linear
 
 __all__ = ["linear_of_replicated"]
@@ -41,6 +42,8 @@ def linear_of_replicated(
     Returns:
         (tokens, ..., out_features of this rank).
     """
+    if x.dim() == 1:  # one token, as nn.Linear takes it
+        return linear_of_replicated(x.unsqueeze(0), weight, bias, group, out_features, recipe).squeeze(0)
     linear: Any = _LinearOfReplicated.apply
     cast = None if bias is None else autocast(bias)
     if recipe is not None:
@@ -65,11 +68,13 @@ class _LinearOfReplicated(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         dx = dw = db = None
-        if wants_x:
+        if wants_x and not x.numel():  # an all-reduce has at least one token
+            dx = torch.zeros_like(x)
+        elif wants_x:
             dx = matmul_all_reduce(dy, weight.t(), group=ctx.group, in_features=ctx.out_features)
         rows = dy.flatten(0, -2)
         if wants_weight:
-            dw = rows.t() @ x.flatten(0, -2)
+            dw = rows.t() @ without_gradient(x).flatten(0, -2)
         if wants_bias:
             db = rows.sum(0)
         return dx, dw, db, None, None

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -402,8 +403,12 @@ def check_gradients(rank: int, *tensors: Any) -> None:
         *tensors: those of a call, in the order of ``TENSORS_OF_A_CALL``; None: not given.
 
     Raises:
-        ValueError: where a tensor requires grad while gradients are recorded.
+        ValueError: where a tensor requires grad while gradients are recorded, and where it has a forward-mode tangent.
     """
+    if forward_ad._current_level >= 0:  # torch would refuse the GEMM, when messages are under way
+        for name, tensor in zip(TENSORS_OF_A_CALL, tensors, strict=False):
+            if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+                raise ValueError(f"{name} on rank {rank} has a tangent, and there are no forward-mode derivatives")
     if not torch.is_grad_enabled():
         return
     for number, tensor in enumerate(tensors):

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
+from torch.autograd import forward_ad
 
 from distgemm.runtime.torch_arguments import PLAIN
 from distgemm.torch_ops.needs import recording
@@ -84,7 +85,14 @@ class EagerOp:
 
     def __call__(self, *args: Any) -> Any:
         """The op of these arguments, in the order of its schema. Lists of tensors are arguments of their own."""
-        if torch.compiler.is_compiling() or recording() or _is_observed():
+        if torch.compiler.is_compiling():
+            return self.op(*args)
+        if forward_ad._current_level >= 0 and torch._C._functorch.peek_interpreter_stack() is not None:
+            # Torch would return zeros. Tangents outside of torch.func are those of plain tensors: executables see them.
+            raise RuntimeError(
+                f"{self._name} has no forward-mode derivatives, as torch.func.jvp and jacfwd ask for them"
+            )
+        if recording() or _is_observed():
             return self.op(*args)
         key, is_plain, needs_grad = _read(args)
         if not is_plain:

@@ -33,6 +33,7 @@ __all__ = [
     "scaled_matmul",
     "scaling_name",
     "split_extent",
+    "without_gradient",
 ]
 
 Tensor = torch.Tensor
@@ -515,8 +516,29 @@ def _reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """The gradients of a, b and bias. Every rank has all of dY, so nothing moves."""
     a, b = ctx.saved_tensors
     wants_a, wants_b, wants_bias = ctx.needs_input_grad[:3]
+    dbias = grad.sum(0) if wants_bias else None
+    grad = without_gradient(grad)
     da = grad @ b if wants_a else None
-    return (da, grad.t() @ a if wants_b else None, grad.sum(0) if wants_bias else None, *[None] * 4)
+    return (da, grad.t() @ a if wants_b else None, dbias, *[None] * 4)
+
+
+class _WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise RuntimeError(
+            "no second derivative goes through a gradient of matmul_all_reduce, or of a Linear whose input all ranks "
+            "have: each rank has a part of it, and nothing sums the parts"
+        )
+
+
+def without_gradient(x: Tensor) -> Tensor:
+    """A tensor that all ranks have, in a backward pass. Further derivatives raise: each rank would compute a part."""
+    found: Any = _WithoutGradient.apply(x) if torch.is_grad_enabled() else x  # type: ignore[no-untyped-call]
+    return found  # type: ignore[no-any-return]
 
 
 matmul_all_reduce = EagerOp(

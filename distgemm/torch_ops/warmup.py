@@ -75,7 +75,8 @@ def needs_of(model: nn.Module, *inputs: Any, backward: bool = True, **options: A
         outputs = torch.func.functional_call(model, state, args, kwargs)
         if backward:
             ends, starts = _with_gradients(outputs), _with_gradients((state, args, kwargs))
-            torch.autograd.grad(ends, starts, [torch.ones_like(each) for each in ends], allow_unused=True)
+            if ends and starts:  # otherwise everything is frozen
+                torch.autograd.grad(ends, starts, [torch.ones_like(each) for each in ends], allow_unused=True)
     return list(found)
 
 

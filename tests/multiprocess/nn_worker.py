@@ -516,6 +516,13 @@ def replicated() -> list[str]:
         wrong.append("Shard(1) is sequence_dim=1")
     column, row = distgemm.nn.ColwiseParallel, distgemm.nn.RowwiseParallel
     layer = parallelize_module(nn.Linear(6, 4 * ranks).double(), mesh, column(input_layouts=Replicate()))
+    for shape in ((0, 6), (2, 0, 6), (6,)):
+        few = torch.ones(shape, dtype=torch.float64, requires_grad=True)
+        layer(few).sum().backward()
+        ones = few.detach().clone().requires_grad_()
+        (ones @ layer.weight.detach().full_tensor().t()).sum().backward()
+        if differs(few.grad, ones.grad):
+            wrong.append(f"input {shape}")
     parts = DTensor.from_local(torch.zeros(2, 6, dtype=torch.float64), mesh, [Shard(0)])
     attempts: list[tuple[str, Callable[[], Any]]] = [
         ("both say where the tokens are", lambda: column(input_layouts=Shard(0), sequence_dim=0)),

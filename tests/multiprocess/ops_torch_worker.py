@@ -12,11 +12,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 
 import distgemm
+from distgemm.nn.replicated import linear_of_replicated
 from distgemm.runtime.unfused import UnfusedExecutable
-from distgemm.torch_ops import dispatch, library
+from distgemm.torch_ops import dispatch, group_name, library
 
 Tensor = torch.Tensor
 BOUND = 1e-10
@@ -374,6 +376,63 @@ def twice() -> list[str]:
     except RuntimeError as error:
         if "no gradient goes through the gathered input" not in str(error):
             found.append(str(error))
+    return found
+
+
+def twice_behind_all_reduces() -> list[str]:
+    """Second derivatives that need a sum over ranks, which nothing makes, raise; the others are right."""
+    group, (size, rank) = dist.group.WORLD, (dist.get_world_size(), dist.get_rank())
+    x = torch.linspace(-1, 1, 3 * 2 * size, dtype=torch.float64).view(3, 2 * size).requires_grad_()
+    w = torch.linspace(1, 2, 4 * size * 2 * size, dtype=torch.float64).view(4 * size, 2 * size).requires_grad_()
+    columns = slice(2 * rank, 2 * rank + 2)
+    a, b = (each.detach()[:, columns].requires_grad_() for each in (x, w))
+    mine = w.detach().chunk(size)[rank].requires_grad_()
+
+    def first(y: Tensor, of: Tensor) -> Tensor:
+        (found,) = torch.autograd.grad(y.pow(3).sum(), of, create_graph=True)
+        return found
+
+    found = []
+    for name, run, of in (
+        ("reduce, a", lambda: distgemm.matmul_all_reduce(a, b, group=group), a),
+        ("reduce, b", lambda: distgemm.matmul_all_reduce(a, b, group=group), b),
+        ("replicated, weight", lambda: linear_of_replicated(x, mine, None, group_name(group), None), mine),
+    ):
+        try:
+            first(run(), of).pow(2).sum().backward()
+            found.append(f"{name}: nothing was raised")
+        except RuntimeError as error:
+            if "no second derivative goes through a gradient of matmul_all_reduce" not in str(error):
+                found.append(f"{name}: {error}")
+    x.grad = None
+    first(linear_of_replicated(x, mine, None, group_name(group), None), x).pow(2).sum().backward()
+    plain = x.detach().clone().requires_grad_()
+    first(torch.nn.functional.linear(plain, w), plain).pow(2).sum().backward()
+    assert x.grad is not None and plain.grad is not None
+    assert mine.grad is not None and w.grad is not None
+    for name, grad, wanted in (("x", x.grad, plain.grad), ("weight", mine.grad, w.grad.chunk(size)[rank])):
+        if not torch.allclose(grad, wanted, rtol=1e-9):
+            found.append(f"replicated: {name}")
+    return found
+
+
+def forward_mode() -> dict[str, str]:
+    """The messages of calls with tangents; the group takes further calls."""
+    group, a, tangent = dist.group.WORLD, torch.ones(2, 3), torch.ones(2, 3)
+    executable = UnfusedExecutable(distgemm.GemmProblem(m=2, n=2, k=6, dtype="float32"), "gemm+ar", group)
+
+    def reduce(x: Tensor) -> Tensor:
+        return distgemm.matmul_all_reduce(x, a, group=group)
+
+    todo: dict[str, Callable[[], Any]] = {
+        "jvp": lambda: torch.func.jvp(reduce, (a,), (tangent,)),
+        "jacfwd": lambda: torch.func.jacfwd(torch.func.jacrev(reduce))(a),
+    }
+    found = errors_of(todo)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(a, tangent)
+        found |= errors_of({"dual": lambda: reduce(dual), "unfused": lambda: executable(dual, a)})
+        found["without a tangent"] = str(float(reduce(a).sum()))
     return found
 
 

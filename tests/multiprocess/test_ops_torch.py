@@ -52,6 +52,17 @@ def test_second_derivatives_are_right_or_raise() -> None:
     assert results(1, worker.twice) == [[]]
 
 
+def test_second_derivatives_behind_all_reduces_are_right_or_raise() -> None:
+    assert results(2, worker.twice_behind_all_reduces) == [[], []]
+
+
+def test_forward_mode_derivatives_are_refused() -> None:
+    for found in results(2, worker.forward_mode):
+        assert found.pop("without a tangent") == "24.0"
+        for name, message in found.items():
+            assert "no forward-mode derivatives" in message, name
+
+
 def test_torch_compile_needs_no_graph_break() -> None:
     assert results(2, worker.compiled) == [[], []]
 

@@ -121,6 +121,7 @@ def test_the_calls_of_a_step(make: Any, mesh: Any) -> None:
     with distgemm.record_calls() as ran:
         assert needs_of(model, x, scale=2.0) == [*FORWARD, *BACKWARD]
         assert needs_of(model, x, backward=False) == FORWARD
+        assert needs_of(model.requires_grad_(False), x) == FORWARD
     assert not ran and torch.equal(torch.get_rng_state(), drawn)
     assert all(parameter.grad is None for parameter in model.parameters())
     for name, each in model.state_dict().items():
