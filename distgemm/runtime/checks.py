@@ -406,8 +406,9 @@ def check_gradients(rank: int, *tensors: Any) -> None:
         ValueError: where a tensor requires grad while gradients are recorded, and where it has a forward-mode tangent.
     """
     if forward_ad._current_level >= 0:  # torch would refuse the GEMM, when messages are under way
+        unpack: Any = forward_ad.unpack_dual
         for name, tensor in zip(TENSORS_OF_A_CALL, tensors, strict=False):
-            if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+            if isinstance(tensor, Tensor) and unpack(tensor).tangent is not None:
                 raise ValueError(f"{name} on rank {rank} has a tangent, and there are no forward-mode derivatives")
     if not torch.is_grad_enabled():
         return

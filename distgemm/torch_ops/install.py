@@ -22,7 +22,7 @@ from distgemm.fp8.quantize import FP8_DTYPES, Quantized
 from distgemm.plan.scaling import OperandScaling, ScalingScope
 from distgemm.runtime.checks import process_group
 from distgemm.torch_ops import library, quantized
-from distgemm.torch_ops.dispatch import CALLS, noting
+from distgemm.torch_ops.dispatch import CALLS, noting, with_rows
 from distgemm.torch_ops.functional import check_schedule
 from distgemm.torch_ops.graphs import FusionPass
 from distgemm.torch_ops.report import REPORT, CallSite, NotFusedError
@@ -87,7 +87,7 @@ class Installation:
     ) -> tuple[Tensor | None, list[Tensor]]:
         _check(GATHER, a, bs, gather_dim, process_group(group).size())
         site = _site(GATHER, [a, *bs], (f"dimension {gather_dim}",), group)
-        reason = _why_not([a, *bs]) or _why_not_gathered(a, gather_dim)
+        reason = _why_not([a, *bs]) or _why_not_gathered(a, bs, gather_dim)
         if reason is not None:
             self._refused(site, reason, a)
             given = (a, list(bs), gather_dim, group)
@@ -95,16 +95,13 @@ class Installation:
                 found: tuple[Tensor | None, list[Tensor]] = TORCH._fused_all_gather_matmul(*given, return_A=return_A)
                 return found
             return _unfused_gather(*given, return_A)
-        moved = a.movedim(gather_dim, 0)
-        between = moved.shape[1:-1]
-        copied = (
-            "" if _flattens(moved) else f"A is copied, because dimension {gather_dim} is not the outermost in memory"
-        )
+        rows, copied = _rows_along(a, gather_dim)
+        between = [*a.shape[:gather_dim], *a.shape[gather_dim + 1 : -1]]
         options: tuple[Any, ...] = (group, self.gather, None, None, None, return_A, "forward")
 
         def run() -> Any:
             weights = [b.t() for b in bs]
-            return library.all_gather_matmul(moved.flatten(0, -2), weights, [], [False] * len(bs), *options)
+            return library.all_gather_matmul(rows, weights, [], [False] * len(bs), *options)
 
         flat = self._served(site, copied, run)
         whole = [x.view(x.shape[0] // prod(between), *between, x.shape[1]).movedim(0, gather_dim) for x in flat]
@@ -115,6 +112,7 @@ class Installation:
         site = _site(SCATTER, [a, b], (f"dimension {scatter_dim}", reduce_op), group)
         if reduce_op not in ("sum", "avg"):
             raise ValueError(f"{SCATTER}: reduce_op is 'sum' or 'avg', got {reduce_op!r}")
+        _check_divides(SCATTER, (*a.shape[:-1], b.shape[1]), scatter_dim, site.ranks)
         reason = _why_not([a, b])
         if reason is not None:
             self._refused(site, reason, a)
@@ -125,13 +123,13 @@ class Installation:
             return _unfused_scatter(*given)
         last = scatter_dim == a.dim() - 1
         if last:  # the columns of D are the rows of its transpose, which is b.t() @ a.t()
-            rows, weight, between = b.t(), a.flatten(0, -2), a.shape[:-1]
-            copied = "D is copied, because the last dimension is scattered"
+            rows, weight, between = with_rows(b.t()), a.flatten(0, -2), [*a.shape[:-1]]
+            what = "D is" if rows.data_ptr() == b.data_ptr() else "B and D are"
+            copied = f"{what} copied, because the last dimension is scattered"
         else:
-            moved = a.movedim(scatter_dim, 0)
-            rows, weight, between = moved.flatten(0, -2), b.t(), moved.shape[1:-1]
-            copied = "" if _flattens(moved) else f"A is copied, because dimension {scatter_dim} is not the outermost"
-            copied += "; D is copied" if scatter_dim and copied else "D is copied" if scatter_dim else ""
+            rows, copied = _rows_along(a, scatter_dim)
+            weight, between = b.t(), [*a.shape[:scatter_dim], *a.shape[scatter_dim + 1 : -1]]
+            copied = "; ".join([copied] * bool(copied) + ["D is copied"] * bool(scatter_dim))
         d: Tensor = self._served(
             site,
             copied,
@@ -161,7 +159,7 @@ class Installation:
         _check(SCALED_GATHER, a, bs, gather_dim, size)
         site = _site(SCALED_GATHER, [a, *bs], (f"dimension {gather_dim}",), group)
         out_dtypes = TORCH._maybe_convert_scalar_types_to_dtypes(out_dtypes)
-        reason = _why_not_in_fp8([a, *bs], [*result_scales], out_dtypes) or _why_not_gathered(a, gather_dim)
+        reason = _why_not_in_fp8([a, *bs], [*result_scales], out_dtypes) or _why_not_gathered(a, bs, gather_dim)
         if reason is not None:
             self._refused(site, reason, a)
             run: Any = TORCH._fused_all_gather_scaled_matmul
@@ -172,15 +170,12 @@ class Installation:
         mode = TORCH._check_and_verify_fp8_all_gather_scale_mode(a, a_scale, gather_dim, size)
         if mode.value == "row-wise-replicated":
             a_scale = a_scale.chunk(size, gather_dim)[rank]
-        moved = a.movedim(gather_dim, 0)
-        between = moved.shape[1:-1]
-        copied = (
-            "" if _flattens(moved) else f"A is copied, because dimension {gather_dim} is not the outermost in memory"
-        )
+        rows, copied = _rows_along(a, gather_dim)
+        between = [*a.shape[:gather_dim], *a.shape[gather_dim + 1 : -1]]
         if a_scale.numel() > 1:
             a_scale = a_scale.movedim(gather_dim, 0).flatten(0, -2)
         scope: ScalingScope = "global" if mode.value == "tensor-wise" else "shard"
-        qa = _in_fp8(moved.flatten(0, -2), a_scale, scope)
+        qa = _in_fp8(rows, a_scale, scope)
         qbs = [
             _in_fp8(b.t(), scale.t() if scale.numel() > 1 else scale, "shard")
             for b, scale in zip(bs, b_scales, strict=True)
@@ -220,6 +215,7 @@ class Installation:
         site = _site(SCALED_SCATTER, [a, b], (f"dimension {scatter_dim} of {shape}", reduce_op), group)
         if reduce_op not in ("sum", "avg"):
             raise ValueError(f"{SCALED_SCATTER}: reduce_op is 'sum' or 'avg', got {reduce_op!r}")
+        _check_divides(SCALED_SCATTER, shape, scatter_dim, site.ranks)
         reason = _why_not_in_fp8([a, b], [result_scale], [out_dtype])
         if bias is not None:
             reason = "a bias is added to the product of each rank, and so once for each rank to their sum"
@@ -346,9 +342,20 @@ def _site(op: str, operands: Sequence[Tensor], details: tuple[str | int, ...], g
     return CallSite(op, shapes, operands[0].dtype, details, process_group(group).size())
 
 
-def _flattens(x: Tensor) -> bool:
-    """Whether all but the last dimension can be one, without a copy."""
-    return x.dim() == 2 or x.movedim(-1, 0)[0].is_contiguous() or x.is_contiguous()
+def _rows_along(a: Tensor, dim: int) -> tuple[Tensor, str]:
+    """A as a matrix with contiguous rows, those of one index of ``dim`` in a row; and "", or that this is a copy."""
+    rows = with_rows(a.movedim(dim, 0).flatten(0, -2))
+    if rows.data_ptr() == a.data_ptr():
+        return rows, ""
+    return (
+        rows,
+        f"A is copied, because in memory dimension {dim} is not the outermost one, or the last is not contiguous",
+    )
+
+
+def _check_divides(op: str, shape: Sequence[int], dim: int, ranks: int) -> None:
+    if shape[dim] % ranks:
+        raise ValueError(f"{op}: {ranks} ranks divide the dimension that is scattered, got {dim} of {tuple(shape)}")
 
 
 def _why_not(operands: Sequence[Tensor]) -> str | None:
@@ -390,7 +397,9 @@ def _in_fp8(codes: Tensor, scale: Tensor, scope: ScalingScope) -> Quantized:
     return Quantized(codes, scale.reshape(-1, 1), scaling)
 
 
-def _why_not_gathered(a: Tensor, gather_dim: int) -> str | None:
+def _why_not_gathered(a: Tensor, bs: Sequence[Tensor], gather_dim: int) -> str | None:
+    if not bs:
+        return "there is no B"
     if gather_dim == a.dim() - 1:
         return "A is gathered along its last dimension, over which the GEMM sums"
     return None

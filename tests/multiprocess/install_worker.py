@@ -214,6 +214,28 @@ def groups() -> list[str]:
     return wrong
 
 
+def copies() -> list[str]:
+    """The report says what is copied, and no more."""
+    group, size, wrong = group_of_all(), dist.get_world_size(), []
+    wide, b, columns = draw(1, size, 2, 2 * size), draw(2, size, size), draw(3, size, size).t()
+    with distgemm.install():
+        for what, run in (
+            ("", lambda: OPS.fused_all_gather_matmul(wide[..., :size], [b], 0, group)),
+            ("A is copied", lambda: OPS.fused_all_gather_matmul(wide.movedim(0, -1), [b], 0, group)),
+            (
+                "A is copied",
+                lambda: OPS.fused_matmul_reduce_scatter(draw(4, 2, size, size), columns, "sum", 1, group),
+            ),
+            ("D is copied", lambda: OPS.fused_matmul_reduce_scatter(wide[..., :size], columns, "sum", 2, group)),
+            ("B and D are copied", lambda: OPS.fused_matmul_reduce_scatter(wide[..., :size], b, "sum", 2, group)),
+        ):
+            run()
+            note = distgemm.last_call().note
+            if not note.startswith(what) or bool(what) != bool(note):
+                wrong.append(f"{what!r} is not {note!r}")
+    return wrong
+
+
 def raised(error: type[Exception], call: Callable[[], Any]) -> str:
     """The message of the error that a call raises."""
     try:
@@ -231,6 +253,8 @@ def refusals() -> list[str]:
         OPS.fused_all_gather_matmul(a.long(), [b.long()], 0, group)
         scattered = OPS.fused_matmul_reduce_scatter(a.long(), b.long(), "sum", 1, group)
         wanted = (a.long() @ b.long()).chunk(ranks, 1)[dist.get_rank()] * ranks
+        long = torch.ones(4, 3 * ranks // 2, 6, dtype=torch.int64)
+        OPS.fused_all_gather_matmul(a, [], 0, group)
         messages = {
             "distgemm.uninstall() comes first": raised(RuntimeError, distgemm.install),
             "reduce_op is 'sum' or 'avg', got 'max'": raised(
@@ -242,6 +266,15 @@ def refusals() -> list[str]:
             "B is (k, n) with k = 6, got (4, 6), (4, 6)": raised(
                 ValueError, lambda: OPS.fused_all_gather_matmul(a, [b.t()], 0, group)
             ),
+            f"{ranks} ranks divide the dimension that is scattered, got 0 of ({ranks + 1}, 2, 4)": raised(
+                ValueError, lambda: OPS.fused_matmul_reduce_scatter(draw(1, ranks + 1, 2, 6), b, "sum", 0, group)
+            ),
+            f"{ranks} ranks divide the dimension that is scattered, got 1 of (4, {3 * ranks // 2}, 4)": raised(
+                # Chunks of two for each rank but the last ones: torch.cat takes them.
+                ValueError,
+                lambda: OPS.fused_matmul_reduce_scatter(long, b.long(), "sum", 1, group),
+            ),
+            "there is no B": str(distgemm.report()),
             "do not take torch.int64": str(distgemm.report()),
             "one after the other, because": str(distgemm.report()),
         }

@@ -11,7 +11,7 @@ from tests.multiprocess import install_worker as worker
 from tests.multiprocess.ops_torch_worker import run_all
 from tests.once import once
 
-CHECKS = ("gathers", "scatters", "refusals", "scaled_gathers", "scaled_scatters", "scaled_refusals")
+CHECKS = ("gathers", "scatters", "copies", "refusals", "scaled_gathers", "scaled_scatters", "scaled_refusals")
 GRAPHS = ("groups", "compiled_by_inductor", "bias_before_heads", "styles_of_torch")
 MORE_GRAPHS = ("styles_along_dimension_1", "styles_with_a_bias")
 
