@@ -384,8 +384,12 @@ class SequenceParallel(SequenceParallelOfTorch):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         device_mesh = flat_mesh(device_mesh)
+        frozen = [
+            name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad
+        ]
         module = super()._apply(module, device_mesh)
-        for parameter in module.parameters():
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name not in frozen)  # torch's style makes all of them trainable
             if parameter.requires_grad:
                 parameter.register_hook(_summed)  # type: ignore[no-untyped-call]
         run: Any = getattr(module.forward, "__func__", type(module).forward)

@@ -123,6 +123,11 @@ def modules_on_tokens() -> list[str]:
                 assert isinstance(gradient, DTensor)
                 if differs(gradient.to_local(), plain.get_parameter(key).grad):  # summed already
                     wrong.append(f"{name}, {sizes}: gradient of {key}")
+    frozen = nn.LayerNorm(6)
+    frozen.bias.requires_grad_(False)
+    parallelize_module(frozen, mesh, distgemm.nn.SequenceParallel(sequence_dim=0))
+    if not frozen.weight.requires_grad or frozen.bias.requires_grad:
+        wrong.append("a frozen parameter is trained")
     error = error_of(lambda: made(x[:1, :0]))
     if "ValueError: distgemm.nn.SequenceParallel: the input of Embedding has the shape (1, 0)" not in error:
         wrong.append(error or "no error")
