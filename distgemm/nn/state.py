@@ -93,7 +93,8 @@ def load_full_state_dict(
         assign: as in ``load_state_dict``. A model on the device "meta" takes True.
 
     Raises:
-        ValueError: if a parameter has another shape, or is on the device "meta" without ``assign``.
+        ValueError: if a DTensor has another shape, or a parameter is on the device "meta" without ``assign``.
+        RuntimeError: as ``load_state_dict``.
     """
     instance("model", model, nn.Module, "an nn.Module")
     parts = _named("state_dict", state_dict)
@@ -205,14 +206,20 @@ def load_shard_state_dict(
                 parts[key] = distribute_tensor(pieces[0], value.device_mesh, value.placements, src_data_rank=None)
             continue
         assert isinstance(value, DTensor)
-        mine = _share(key, pieces, dim, stacks.get(key, (1,)), value.device_mesh)
-        if mine.shape != local(value).shape:
+        fits = all(_without(piece, dim) == _without(value, dim) for piece in pieces)
+        mine = _share(key, pieces, dim, stacks.get(key, (1,)), value.device_mesh) if fits else None
+        if mine is None or mine.shape != local(value).shape:
             raise ValueError(
                 f"{key} is {tuple(value.shape)} over all ranks, and the shards have the shapes "
                 f"{[tuple(piece.shape) for piece in pieces]}, split along dimension {dim}"
             )
         parts[key] = dtensor_of_part(mine, value.device_mesh, Shard(dim), value)
     model.load_state_dict(parts, strict=strict, assign=assign)
+
+
+def _without(x: Tensor, dim: int) -> list[int]:
+    """The shape of a tensor without one dimension."""
+    return [*x.shape[:dim], *x.shape[dim + 1 :]]
 
 
 def _split_dim(key: str, value: Any) -> int | None:

@@ -339,10 +339,10 @@ def _watch(processes: Sequence[BaseProcess], spec: LaunchSpec, deadline: float) 
             raise_first_error(codes, spec, now)
         if running and now >= deadline:
             unfinished = [rank for rank, path in enumerate(spec.results) if spec.content(path) is None]
-            raise RuntimeError(
-                f"timeout after {spec.timeout:g} s: ranks {unfinished} of {spec.world_size} had not finished; "
-                "all stopped"
-            )
+            what = f"ranks {unfinished} of {spec.world_size} had not finished"
+            if not unfinished:  # they wait for each other's messages, or for an exit handler
+                what = f"ranks {list(running)} of {spec.world_size} had returned, and did not end"
+            raise RuntimeError(f"timeout after {spec.timeout:g} s: {what}; all stopped")
 
 
 def raise_first_error(codes: dict[int, int | None], spec: LaunchSpec, now: float) -> NoReturn:

@@ -403,6 +403,8 @@ def shards() -> list[str]:
             {name: states[0][name]}])),
         ("norm.weight is whole on each rank, and the state dicts differ", lambda: load(model, [
             {"norm.weight": torch.ones(6)}, {"norm.weight": torch.zeros(6)}])),
+        ("and the shards have the shapes [(6, 6), (5, 7)]", lambda: load(model, [
+            {name: torch.ones(6, 6)}, {name: torch.ones(5, 7)}])),
         ("is no stack of parts with the sizes [4, 1]", lambda: load(model, states, stacked={name: (4, 1)})),
         ("stacked has nonsense, which are no parameters", lambda: load(model, states, stacked={"nonsense": (1,)})),
         ("pass assign=True", lambda: load(made(wide, 2, "meta"), states)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import multiprocessing
 import os
@@ -63,6 +64,11 @@ def _leaves(folder: str) -> None:
     if rank == 1:
         os._exit(7)
     time.sleep(FOREVER_S)
+
+
+def _does_not_end(folder: str) -> None:
+    if _note_pid(folder) == 1:
+        atexit.register(time.sleep, FOREVER_S)
 
 
 def _hangs(folder: str) -> None:
@@ -148,6 +154,12 @@ def test_a_rank_that_crashes_prints_its_stack(tmp_path: Path, capfd: pytest.Capt
 
 def test_a_rank_that_leaves_is_named(tmp_path: Path) -> None:
     assert _error(_leaves, 2, tmp_path) == "rank 1 exited with code 7 before it could report"
+
+
+@pytest.mark.sample(0)  # it waits for 20 s
+def test_a_timeout_names_ranks_that_returned_and_did_not_end(tmp_path: Path) -> None:
+    message = _error(_does_not_end, 2, tmp_path, timeout=20.0)
+    assert message == "timeout after 20 s: ranks [1] of 2 had returned, and did not end; all stopped"
 
 
 @pytest.mark.sample(0)  # it waits for 20 s
