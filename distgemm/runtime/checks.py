@@ -94,8 +94,8 @@ def process_group(group: Group) -> dist.ProcessGroup:
             found: dist.ProcessGroup = by_name._resolve_process_group(group)
         except RuntimeError:
             raise ValueError(
-                f"no process group of this process has the name {group!r}: pass the group itself, or mesh[{group!r}] "
-                "of a DeviceMesh with that dimension"
+                f"no process group of this process has the name {group!r}, or it was destroyed: pass the group itself, "
+                f"or mesh[{group!r}] of a DeviceMesh with that dimension"
             ) from None
         return found
     if group == dist.GroupMember.NON_GROUP_MEMBER:

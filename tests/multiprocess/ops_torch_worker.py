@@ -637,7 +637,8 @@ def misuse() -> dict[str, str]:
     ag, rs, ar = distgemm.all_gather_matmul, distgemm.matmul_reduce_scatter, distgemm.matmul_all_reduce
     a, b, bias = torch.randn(2 * ranks, 3), torch.randn(4, 3), torch.randn(4)
     mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("dp", "tp"))
-    outside = dist.new_group([0])
+    outside, destroyed = dist.new_group([0]), dist.new_group()
+    dist.destroy_process_group(destroyed)
     plan = distgemm.make_plan(distgemm.GemmProblem(4, 4, 4), "ag+gemm", ranks)
     todo: dict[str, Callable[[], Any]] = {
         "dtype": lambda: ag(a, b.double(), group=world),
@@ -667,6 +668,7 @@ def misuse() -> dict[str, str]:
         "no schedule": lambda: ag(a, b, group=world, schedule="al_gather_1d_ring_a"),
         "mesh": lambda: ag(a, b, group=mesh),
         "group": lambda: ag(a, b, group=None),  # type: ignore[call-overload]
+        "destroyed group": lambda: ag(a, b, group=destroyed),
         "group's name": lambda: ag(a, b, group="tp"),
         "list": lambda: ag(a.tolist(), b, group=world),
         "array": lambda: rs(a, b.numpy(), group=world),

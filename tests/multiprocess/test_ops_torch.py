@@ -150,7 +150,8 @@ def test_both_groups_of_a_mesh_run_at_once() -> None:
         ("no schedule", "all_gather_1d_ring_a"),
         ("mesh", "group=mesh['tp']"),
         ("group", "dist.group.WORLD has all ranks"),
-        ("group's name", "no process group of this process has the name 'tp': pass the group itself, or mesh['tp']"),
+        ("destroyed group", ", or it was destroyed: pass the group itself, or mesh['"),
+        ("group's name", "no process group of this process has the name 'tp', or it was destroyed: pass the group"),
         ("list", "all_gather_matmul: a_shard is a torch.Tensor, as torch.as_tensor makes it, got [["),
         (
             "array",
