@@ -163,7 +163,8 @@ def _read(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool, bool]:
             continue
         for each in elements:
             if isinstance(each, Tensor):
-                is_plain = is_plain and type(each) in PLAIN
+                # Batches of gradients (is_grads_batched) are plain by their class.
+                is_plain = is_plain and type(each) in PLAIN and not torch._C._functorch.is_legacy_batchedtensor(each)
                 needs_grad = needs_grad or each.requires_grad
                 key += (each.shape, each.dtype, each.device)
             else:
@@ -172,12 +173,13 @@ def _read(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool, bool]:
 
 
 def _is_observed() -> bool:
-    """Whether a mode, a transform or the profiler looks at the ops that are called."""
+    """Whether a mode, a transform, the profiler or torch.jit.trace looks at the ops that are called."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._is_torch_function_mode_enabled()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._autograd._profiler_enabled()
+        or torch._C._get_tracing_state() is not None
     )
 
 

@@ -436,6 +436,23 @@ def forward_mode() -> dict[str, str]:
     return found
 
 
+def batched_and_traced() -> list[str]:
+    """A backward pass of several gradients at once, and torch.jit.trace."""
+    group, ranks, wrong = dist.group.WORLD, dist.get_world_size(), []
+    a, b = (torch.linspace(0, 1, 6, dtype=torch.float64).view(2, 3).requires_grad_() for _ in range(2))
+    y = distgemm.all_gather_matmul(a, b, group=group)
+    grads = torch.linspace(-1, 1, 3 * y.numel(), dtype=torch.float64).view(3, *y.shape)
+    (found,) = torch.autograd.grad(y, a, grads, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(y, a, grad, retain_graph=True)[0] for grad in grads]
+    if not torch.allclose(found, torch.stack(each), atol=BOUND):
+        wrong.append("batched gradients")
+    weight = b.detach()
+    traced = torch.jit.trace(lambda x: distgemm.matmul_all_reduce(x, weight, group=group), (torch.ones_like(weight),))
+    if not torch.allclose(traced(weight), ranks * weight @ weight.t(), atol=BOUND):
+        wrong.append("trace")
+    return wrong
+
+
 def after_inference() -> list[str]:
     """A first call in inference mode, then one with gradients: both use the same buffers."""
     ranks, group = dist.get_world_size(), dist.group.WORLD

@@ -63,6 +63,10 @@ def test_forward_mode_derivatives_are_refused() -> None:
             assert "no forward-mode derivatives" in message, name
 
 
+def test_batched_gradients_and_traces_are_right() -> None:
+    assert results(2, worker.batched_and_traced) == [[], []]
+
+
 def test_torch_compile_needs_no_graph_break() -> None:
     assert results(2, worker.compiled) == [[], []]
 
