@@ -87,7 +87,7 @@ class PerGroup(Generic[T]):
 
     def items(self) -> list[tuple[dist.ProcessGroup, T]]:
         """The groups that exist, and their values."""
-        return [(group, value) for group, value in self._values.items() if not _is_destroyed(group)]
+        return [(group, self.of(group)) for group in self._groups() if not _is_destroyed(group)]
 
     def of(self, group: dist.ProcessGroup) -> T:
         """The value of a group, made the first time.
@@ -95,11 +95,16 @@ class PerGroup(Generic[T]):
         Args:
             group: a group that exists.
         """
-        for other in [other for other in self._values if _is_destroyed(other)]:
-            del self._values[other]
+        for other in self._groups():
+            if _is_destroyed(other):
+                self._values.pop(other, None)
         if group not in self._values:
-            self._values[group] = self._make()
+            self._values.setdefault(group, self._make())
         return self._values[group]
+
+    def _groups(self) -> list[dist.ProcessGroup]:
+        # Other threads may add groups meanwhile; a list of references is made at once.
+        return [group for ref in self._values.keyrefs() if (group := ref()) is not None]
 
 
 # --- hosts ----------------------------------------------------------------------------------------------

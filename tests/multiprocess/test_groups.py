@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import distgemm
+from distgemm.runtime import groups
 from distgemm.runtime.launch import launch
 from distgemm.runtime.unfused import UnfusedExecutable
 from tests.once import once
@@ -199,3 +202,33 @@ def test_destroyed_groups_leave_no_descriptors_and_no_threads() -> None:
         assert found["resources"] == found["resources"][:1] * ROUNDS
         for message in (*found["destroyed"], *found["gone"]):
             assert "of this executable was destroyed; make an executable with another group" in message
+
+
+def test_threads_may_add_groups_while_others_look_theirs_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        pass
+
+    monkeypatch.setattr(groups, "_is_destroyed", lambda group: False)
+    values: groups.PerGroup[list[int]] = groups.PerGroup(list)
+    made: list[Any] = []
+    errors: list[str] = []
+
+    def look_up(new: bool) -> None:
+        group: Any = None
+        for _ in range(2000):
+            group = Group() if new or group is None else group
+            made.append(group)
+            if error := caught(lambda group=group: values.of(group)):  # type: ignore[misc]
+                errors.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=look_up, args=(new,)) for new in (False, False, True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not errors
