@@ -44,7 +44,7 @@ def linear_of_replicated(
     """
     if x.dim() == 1:  # one token, as nn.Linear takes it
         return linear_of_replicated(x.unsqueeze(0), weight, bias, group, out_features, recipe).squeeze(0)
-    linear: Any = _LinearOfReplicated.apply
+    linear: Any = distgemm_linear_of_replicated.apply
     cast = None if bias is None else autocast(bias)
     if recipe is not None:
         split, options = Split(None, 0, 1), {"rows": None, "features": out_features}
@@ -54,7 +54,7 @@ def linear_of_replicated(
     return found
 
 
-class _LinearOfReplicated(torch.autograd.Function):
+class distgemm_linear_of_replicated(torch.autograd.Function):  # noqa: N801  (it names the nodes of autograd's graph)
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, out_features: int | None

@@ -274,6 +274,8 @@ class RowwiseParallel(ParallelStyle):
 
         def forward_to_replicated(self: nn.Linear, x: Tensor) -> Tensor:
             x, _ = input_with_features(check.name, x, device_mesh, 0, replicated=splits_features)
+            if not splits_features:
+                check(x, device_mesh)
             weight, bias = local(self.weight), local(self.bias)
             y = matmul_all_reduce(
                 x, weight, group=group, bias=bias, in_features=in_features, recipe=state(self), **options
@@ -282,7 +284,8 @@ class RowwiseParallel(ParallelStyle):
 
         def forward(self: nn.Linear, x: Tensor) -> Tensor:
             x, dim = input_with_features(check.name, x, device_mesh, sequence_dim, replicated=splits_features)
-            check(x, device_mesh)
+            if not splits_features:  # otherwise the gradient of x is gathered: it is whole
+                check(x, device_mesh)
             weight, bias, rows = local(self.weight), local(self.bias), tokens_now(m_per_rank)
             y = matmul_reduce_scatter(
                 x,

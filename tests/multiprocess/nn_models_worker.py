@@ -425,6 +425,22 @@ def forgotten() -> dict[str, Any]:
         warnings.simplefilter("always")
         styled(torch.ones(2, 4))
         found["styles"] = [str(each.message) for each in made]
+    # Also if all ranks have all tokens: of the norm between the projections, not of that before them.
+    whole = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(2), nn.Linear(4, 4))
+    column = distgemm.nn.ColwiseParallel(input_layouts=Replicate())
+    parallelize_module(whole, mesh, {"1": column, "3": distgemm.nn.RowwiseParallel(output_layouts=Replicate())})
+    with warnings.catch_warnings(record=True) as made:
+        warnings.simplefilter("always")
+        whole(torch.ones(2, 4))
+        found["whole tokens"] = [str(each.message) for each in made]
+    split = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+    parallelize_module(split, mesh, {"1": distgemm.nn.RowwiseParallel(input_layouts=Replicate())})
+    between = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 4))
+    parallelize_module(between, mesh, {"1": column, "2": distgemm.nn.RowwiseParallel()})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        split(torch.ones(2, 4))
+        between(torch.ones(2, 4))
     # A frozen parameter has no gradient to sum.
     frozen = nn.Sequential(nn.LayerNorm(4).requires_grad_(False), distgemm.nn.ColumnParallelLinear(4, 4, group=mesh))
     with warnings.catch_warnings():

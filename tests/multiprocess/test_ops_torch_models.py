@@ -110,8 +110,10 @@ def test_a_gradient_that_nothing_sums_is_found() -> None:
         assert each["without gradients"] == 0
         assert len(each["warnings"]) == 2  # of the first layer of two blocks
         assert all("ColumnParallelLinear: its input depends on a parameter" in text for text in each["warnings"])
-        (style,) = each["styles"]
-        assert style.startswith("distgemm.nn.RowwiseParallel: its input depends on a parameter of shape (2,)")
+        (style,), (whole,) = each["styles"], each["whole tokens"]
+        assert style == whole and style.startswith(
+            "distgemm.nn.RowwiseParallel: its input depends on a parameter of shape (2,)"
+        )
         assert each["before"] is True
         assert "mixed torch.Tensor and DTensor" in each["clip"]
         assert each["after"].startswith("ValueError: embedding.weight, blocks.0.norm.weight, blocks.0.norm.bias, ")
