@@ -395,7 +395,9 @@ class SequenceParallel(SequenceParallelOfTorch):
             parameter.requires_grad_(name not in frozen)  # torch's style makes all of them trainable
             if parameter.requires_grad:
                 parameter.register_hook(_summed)  # type: ignore[no-untyped-call]
-        run: Any = getattr(module.forward, "__func__", type(module).forward)
+        # A method takes the module, also of a deep copy. What else the module was given as its forward does not.
+        own: Any = module.forward
+        run = getattr(own, "__func__", lambda _, x: own(x))
         (sharding,) = self.sequence_sharding
 
         def forward(self: nn.Module, x: DTensor) -> DTensor:

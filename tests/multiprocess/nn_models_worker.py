@@ -128,6 +128,11 @@ def modules_on_tokens() -> list[str]:
     parallelize_module(frozen, mesh, distgemm.nn.SequenceParallel(sequence_dim=0))
     if not frozen.weight.requires_grad or frozen.bias.requires_grad:
         wrong.append("a frozen parameter is trained")
+    given = nn.Identity()
+    given.forward = lambda x: 2 * x  # type: ignore[method-assign]
+    parallelize_module(given, mesh, distgemm.nn.SequenceParallel(sequence_dim=0))
+    if differs(given(torch.ones(2)), torch.full((2,), 2.0)):
+        wrong.append("a forward that the module was given")
     error = error_of(lambda: made(x[:1, :0]))
     if "ValueError: distgemm.nn.SequenceParallel: the input of Embedding has the shape (1, 0)" not in error:
         wrong.append(error or "no error")
