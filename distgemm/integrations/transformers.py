@@ -77,7 +77,9 @@ def uninstall() -> None:
 
 
 def _is_plain(module: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
-    return isinstance(module, torch.nn.Linear) and not getattr(module, "_hf_quantized_needs_local_tp", False)
+    if not isinstance(module, torch.nn.Linear) or getattr(module, "_hf_quantized_needs_local_tp", False):
+        return False
+    return type(module).forward is torch.nn.Linear.forward  # others compute something else, such as a quantised product
 
 
 def _colwise(module: torch.nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from distgemm.nn.state import megatron_sharded_state_dict
 from distgemm.nn.tensors import (
     GradientCheck,
     Tokens,
+    check_forward,
     check_sequence_dim,
     check_tokens,
     dtensor_of_part,
@@ -174,7 +175,7 @@ class ParallelLinear(nn.Module):
             **options: further options of the constructor. Without ``recipe``, the layer has the recipe of the Linear,
                 if that has one by :func:`distgemm.nn.use_recipe` or is a Float8Linear of torchao.
         """
-        instance("linear", linear, nn.Linear, "an nn.Linear")
+        check_forward(instance("linear", linear, nn.Linear, "an nn.Linear"))
         weight, state = linear.weight, state_of(options.pop("recipe", None), linear)
         options = {"device": weight.device, "dtype": weight.dtype, **options}
         layer = cls(linear.in_features, linear.out_features, group=group, bias=linear.bias is not None, **options)

@@ -28,6 +28,7 @@ from distgemm.nn.replicated import linear_of_replicated
 from distgemm.nn.tensors import (
     GradientCheck,
     Tokens,
+    check_forward,
     check_sequence_dim,
     check_tokens,
     dtensor_of_part,
@@ -70,6 +71,7 @@ def _linear(style: ParallelStyle, module: nn.Module) -> nn.Linear:
             f"{_name(style)} is for nn.Linear{also}, got {type(module).__name__}; for norms take "
             "distgemm.nn.SequenceParallel"
         )
+    check_forward(module)
     return module
 
 

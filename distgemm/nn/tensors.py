@@ -19,6 +19,7 @@ from distgemm.torch_ops.library import split_extent
 __all__ = [
     "GradientCheck",
     "Tokens",
+    "check_forward",
     "check_sequence_dim",
     "check_tokens",
     "dtensor_of_part",
@@ -43,6 +44,16 @@ Tokens: TypeAlias = Sequence[int] | Callable[[], Sequence[int] | None] | None
 def local(parameter: Tensor | None) -> Any:
     """The local tensor of a DTensor; other tensors as they are."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def check_forward(linear: nn.Linear) -> None:
+    """Raises ValueError for a Linear whose class computes something else, which would not run.
+
+    A Float8Linear of torchao has a recipe here.
+    """
+    kind = type(linear)
+    if kind.forward is not nn.Linear.forward and kind.__name__ != "Float8Linear":
+        raise ValueError(f"{kind.__name__} has a forward of its own, which would not run; take an nn.Linear")
 
 
 def uneven(extent: int, ranks: int) -> int | None:

@@ -442,10 +442,17 @@ def error_of(run: Callable[[], Any]) -> str:
     return ""
 
 
+class Doubled(nn.Linear):
+    """A Linear that computes something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
 def misuse() -> dict[str, str]:
     """The messages for wrong modules."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    block = nn.ModuleDict({"q": nn.Linear(4, 4), "norm": nn.LayerNorm(4)})
+    block = nn.ModuleDict({"q": nn.Linear(4, 4), "norm": nn.LayerNorm(4), "doubled": Doubled(4, 4)})
 
     def apply(plan: Any) -> str:
         return error_of(lambda: parallelize_module(block, mesh, plan))
@@ -455,6 +462,10 @@ def misuse() -> dict[str, str]:
         "rowwise norm": apply({"norm": distgemm.nn.RowwiseParallel()}),
         "no such name": apply(distgemm.nn.SharedColwiseParallel("q", "k")),
         "shared norm": apply(distgemm.nn.SharedColwiseParallel("q", "norm")),
+        "own forward": apply({"doubled": distgemm.nn.ColwiseParallel()}),
+        "own forward of a layer": error_of(
+            lambda: distgemm.nn.RowParallelLinear.from_linear(Doubled(4, 4), group=mesh)
+        ),
         "no names": error_of(distgemm.nn.SharedColwiseParallel),
         "extent": error_of(lambda: distgemm.nn.ColumnParallelLinear(16, -4, group=mesh)),
         "no integer": error_of(lambda: distgemm.nn.RowParallelLinear(16.0, 4, group=mesh)),  # type: ignore[arg-type]
