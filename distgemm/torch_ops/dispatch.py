@@ -557,7 +557,7 @@ def named_config(
         raise ValueError(f"the unfused program has no chunks, got {chunks}")
     if schedule not in ("auto", config.schedule) and "chunks" in dict(config.options):
         raise ValueError(f"schedule={schedule!r} and chunks={chunks} both set the number of chunks: give one of them")
-    return replace(config, options=tuple((dict(config.options) | {"chunks": chunks}).items()))
+    return replace(config, options=tuple((dict(config.options) | {"chunks": int(chunks)}).items()))
 
 
 def executable_of(

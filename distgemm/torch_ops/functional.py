@@ -690,8 +690,8 @@ def matmul_all_to_all(
         for index, (widths, count) in enumerate(zip(columns, counts, strict=True)):
             at = f"[{index}]" if several else ""
             if widths is not None:
-                integers(f"{function}: n_per_rank{at}", widths, 0, MAX_EXTENT)
-            integer(f"{function}: copies{at}", count, 1, MAX_EXTENT)
+                columns[index] = integers(f"{function}: n_per_rank{at}", widths, 0, MAX_EXTENT)
+            counts[index] = integer(f"{function}: copies{at}", count, 1, MAX_EXTENT)
     between = a_shard.shape[1:-1]
     a, rows, name = autocast(_matrix("a_shard", a_shard)), _rows(m_per_rank, between), group_name(group)
     results = []
@@ -754,7 +754,7 @@ def all_to_all_matmul(
     function: Function = "all_to_all_matmul"
     _check(function, {"a": a, "b": b, "bias": bias}, schedule, chunks, m_per_rank)
     if k_per_rank is not None and not torch.compiler.is_compiling():
-        integers(f"{function}: k_per_rank", k_per_rank, 0, MAX_EXTENT)
+        k_per_rank = integers(f"{function}: k_per_rank", k_per_rank, 0, MAX_EXTENT)
     between = a.shape[1:-1]
     keeps = torch.is_grad_enabled() and b.requires_grad
     flat, b, bias = autocast(_matrix("a", a)), autocast(b), None if bias is None else autocast(bias)

@@ -10,6 +10,7 @@ from itertools import accumulate, product
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.autograd import forward_ad
@@ -451,6 +452,21 @@ def batched_and_traced() -> list[str]:
     if not torch.allclose(traced(weight), ranks * weight @ weight.t(), atol=BOUND):
         wrong.append("trace")
     return wrong
+
+
+def numbers_of_numpy() -> list[tuple[int, ...]]:
+    """The shapes of results where rank 1 has its sizes as arrays and numbers of numpy."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    sizes: Any = np.array([1, 3]) if rank else [1, 3]
+    two: Any = np.int64(2) if rank else 2
+    found = [
+        distgemm.all_gather_matmul(torch.ones((1, 3)[rank], 3), torch.ones(2, 3), group=group, m_per_rank=sizes),
+        distgemm.matmul_all_to_all(torch.ones(2, 3), torch.ones(4, 3), group=group, n_per_rank=sizes),
+        distgemm.matmul_all_to_all(torch.ones(2, 3), torch.ones(4, 3), group=group, copies=two),
+        distgemm.all_to_all_matmul(torch.ones(4, (1, 3)[rank]), torch.ones(5, 4), group=group, k_per_rank=sizes),
+        distgemm.matmul_all_reduce(torch.ones(2, 3), torch.ones(2, 3), group=group, chunks=two),
+    ]
+    return [tuple(each.shape) for each in found]
 
 
 def after_inference() -> list[str]:

@@ -67,6 +67,11 @@ def test_batched_gradients_and_traces_are_right() -> None:
     assert results(2, worker.batched_and_traced) == [[], []]
 
 
+def test_sizes_may_be_those_of_numpy() -> None:
+    found = results(2, worker.numbers_of_numpy)
+    assert found == [[(4, 2), (4, columns), (4, 4), (2, 5), (2, 2)] for columns in (1, 3)]
+
+
 def test_torch_compile_needs_no_graph_break() -> None:
     assert results(2, worker.compiled) == [[], []]
 
