@@ -26,6 +26,7 @@ __all__ = [
     "boolean",
     "finite",
     "function",
+    "hashable",
     "instance",
     "integer",
     "integers",
@@ -217,6 +218,19 @@ def instance(name: str, value: object, kind: type[T] | tuple[type[T], ...], want
     if isinstance(value, kind):
         return value
     raise wrong(name, wanted, value)
+
+
+def hashable(name: str, value: T, wanted: str) -> T:
+    """Something that can be a key, which what is cached needs.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    try:
+        hash(value)
+    except TypeError:
+        raise wrong(name, wanted, value) from None
+    return value
 
 
 def function(name: str, value: T, wanted: str = "a function") -> T:

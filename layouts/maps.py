@@ -6,6 +6,7 @@ layout object. Each map takes an integer or a numpy array of integers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, TypeVar
@@ -13,10 +14,10 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from distgemm.arguments import MAX_EXTENT, function, instance, integer
+from distgemm.arguments import MAX_EXTENT, function, instance, integer, shown, wrong
 from distgemm.layouts.algebra import IntTuple, Layout
 
-__all__ = ["ComposedLayout", "Divide", "Map", "Modulo", "Offset", "Swizzle"]
+__all__ = ["ComposedLayout", "Divide", "Map", "Modulo", "Offset", "Swizzle", "apply_maps"]
 
 MAX_BIT = 62
 """The highest bit of the integers of numpy that a map takes."""
@@ -37,6 +38,23 @@ class Map(Protocol):
     def __call__(self, value: Value, /) -> Value: ...
 
     def __hash__(self) -> int: ...
+
+
+def apply_maps(maps: Sequence[Map], values: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The values of some maps, applied in their order to an array.
+
+    Raises:
+        ValueError: if a map raises an error, or returns no integers of the same shape.
+    """
+    for each in maps:
+        try:
+            found = each(values)
+        except Exception as error:
+            raise ValueError(f"the map {shown(each)} takes an array of integers; it raised {error!r}") from error
+        if not isinstance(found, np.ndarray) or found.shape != values.shape or found.dtype.kind not in "iu":
+            raise wrong(f"the result of map {shown(each)}", f"an array of integers of shape {values.shape}", found)
+        values = found
+    return values
 
 
 @dataclass(frozen=True)
@@ -175,9 +193,7 @@ class ComposedLayout:
     @cached_property
     def table(self) -> NDArray[np.int64]:
         """The value at each colexicographic index, shape (size,)."""
-        values = self.layout.table
-        for each in self.maps:
-            values = each(values)
+        values = apply_maps(self.maps, self.layout.table)
         values.setflags(write=False)  # all callers get this array
         return values
 

@@ -13,9 +13,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from distgemm.arguments import MAX_EXTENT, function, instance, integer, integers, sequence, wrong
+from distgemm.arguments import MAX_EXTENT, function, hashable, instance, integer, integers, sequence, wrong
 from distgemm.layouts.algebra import IntTuple, Layout, flatten, product
-from distgemm.layouts.maps import MAP, ComposedLayout, Map
+from distgemm.layouts.maps import MAP, ComposedLayout, Map, apply_maps
 
 __all__ = ["Axis", "TVLayout"]
 
@@ -55,7 +55,7 @@ class Axis:
         if not isinstance(self.maps, tuple):
             raise wrong("maps", f"a tuple, each entry {MAP}", self.maps)
         for index, each in enumerate(self.maps):
-            function(f"maps[{index}]", each, MAP)
+            hashable(f"maps[{index}]", function(f"maps[{index}]", each, MAP), f"hashable, and {MAP}")
 
 
 def _leaves(value: object) -> Iterator[object]:
@@ -238,8 +238,7 @@ class TVLayout:
                 for stride, coordinate in zip(strides, coordinates, strict=True):
                     if stride:
                         part += stride * coordinate
-            for each in axis.maps:
-                part = each(part)
+            part = apply_maps(axis.maps, part)
             inside &= (part >= 0) & (part < axis.extent)
             index += scale * part
             scale *= axis.extent

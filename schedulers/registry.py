@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, get_args, overload
 
-from distgemm.arguments import function, integer, integers, member, sequence, shown, string, wrong
+from distgemm.arguments import function, hashable, integer, integers, member, sequence, shown, string, wrong
 from distgemm.schedulers.cache import BoundedCache
 from distgemm.schedulers.scheduler import MAX_TILES, DistributedTileScheduler
 
@@ -302,11 +302,7 @@ def _option(name: str, value: Hashable, default: Any) -> Hashable:
     """The value of an option. It is a number if its default is one."""
     if type(default) is int:
         return integer(name, value, min(default, 1), MAX_CHUNKS)
-    try:
-        hash(value)
-    except TypeError:
-        raise wrong(name, f"a value such as {default!r}", value) from None
-    return value
+    return hashable(name, value, f"a value such as {default!r}")
 
 
 def _make(entry: _Entry, mesh: tuple[int, ...], options: tuple[tuple[str, Hashable], ...]) -> DistributedTileScheduler:

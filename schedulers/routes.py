@@ -43,9 +43,9 @@ class Hop(NamedTuple):
         src: the rank that sends.
         dst: the rank that receives.
         part: the number of the row block that moves, 0 to parts - 1.
-        parts: number of equal row blocks of the tile. 1: the hop moves the whole tile.
+        parts: number of equal row blocks of the tile. 1: the hop moves the whole tile, as all hops of partial sums do.
         turn: the earliest step of the plan in which the hop happens, counted like iterations. None: one iteration
-            before the tile is used.
+            before the tile is used. Partial sums move once they are complete, whatever it is.
     """
 
     src: int

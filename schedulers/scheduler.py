@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
-from distgemm.arguments import instance, integer, member, string, wrong
+from distgemm.arguments import hashable, instance, integer, member, string, wrong
 from distgemm.layouts import Axis, TVLayout
-from distgemm.schedulers.routes import Chain, Direct, GatherRoute, ReduceRoute
+from distgemm.schedulers.routes import AddPlace, Chain, Direct, GatherRoute, ReduceRoute
 from distgemm.schedulers.symmetry import MODES, NotSymmetricError, Symmetry, find_symmetry
 
 __all__ = ["WHOLE", "DistributedTileScheduler", "Partition", "Route", "TileCoord"]
@@ -95,9 +95,13 @@ class Route:
             if route is None and name == "final_copies":
                 continue
             valid = not isinstance(route, type) and callable(getattr(route, "hops", None))
+            example = "a ReduceRoute, such as Chain()" if sums else "a GatherRoute, such as Direct()"
             if not valid or (sums and not (hasattr(route, "add") and hasattr(route, "final_add"))):
-                example = "a ReduceRoute, such as Chain()" if sums else "a GatherRoute, such as Direct()"
                 raise wrong(name, example + " or None" * (name == "final_copies"), route)
+            hashable(name, route, f"{example}, and hashable, as frozen dataclasses are")
+            if sums:
+                for place in ("add", "final_add"):
+                    member(f"{name}.{place}", getattr(route, place), get_args(AddPlace))
         if self.final_copies is None and (self.d.add, self.d.final_add) != ("kernel", "kernel"):
             raise ValueError(
                 "d is a ReduceRoute with add='kernel' and final_add='kernel', such as Pairwise(), if final_copies is "

@@ -509,7 +509,9 @@ def unfused_program(plan: Plan) -> UnfusedProgram | None:
     if moved == "B":  # the transposed GEMM gathers its A
         turned = p.scaling and dataclasses.replace(p.scaling, a=p.scaling.b, b=p.scaling.a)
         types = p.operand_dtype("B"), p.dtype
-        p = dataclasses.replace(p, m=p.n, n=p.m, m_per_rank=None, scaling=turned, dtype=types[0], b_dtype=types[1])
+        p = dataclasses.replace(
+            p, m=p.n, n=p.m, m_per_rank=None, n_per_rank=None, scaling=turned, dtype=types[0], b_dtype=types[1]
+        )
     return UnfusedProgram(f"a library's all-gather of {moved}, then one GEMM", "ag+gemm", p)
 
 

@@ -17,8 +17,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
 from math import lcm, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from distgemm.arguments import integer, shown
 from distgemm.plan.ops import (
     Box,
     Copy,
@@ -614,29 +615,60 @@ class Derivation:
         for rank in first_use:
             nearest = min(holders, key=lambda holder: self._distance(holder, rank)) if len(holders) > 1 else holders[0]
             served[nearest].append(rank)
+        brought: set[tuple[int, ...]] = set()  # (rank, part, parts) to which hops from other holders bring the tile
         for holder, needers in served.items():
             # Ranks that need the tile in the same iteration are sorted by descending number from the holder, so that
             # no two holders start with the same rank.
             needers.sort(key=lambda rank: (first_use[rank], (holder - rank) % self.scheduler.world_size))
-            hops = route.hops(self.scheduler.mesh, holder, needers)
-            self._check_hops(f"{operand}{tile}", route, hops)
-            for hop in self._useful(hops, needers):
-                self._hop(operand, tile, holder, hop, first_use, dtype)
+            hops = self._hops_of(f"{operand}{tile}", route, holder, needers)
+            # A route knows one holder. It may go through ranks that hold the tile, too, or get it from another holder.
+            hops = [hop for hop in hops if hop.dst not in holders and hop[1:4] not in brought]
+            useful = self._useful(hops, needers)
+            for hop in useful:
+                self._hop(operand, tile, hop.src if hop.src in holders else holder, hop, first_use, dtype)
+            brought.update(hop[1:4] for hop in useful)
             for rank in needers:
                 landed = self.landed[operand][rank].get(tile)
                 arrived = sum(box_size(box) for _, box, writes in landed.accesses if writes) if landed else 0
                 if arrived != box_size(self.frame(operand, tile)):
                     raise self.fail(f"the route of {operand}{tile} does not bring all of it to rank {rank}")
 
-    def _check_hops(self, tile: str, route: GatherRoute | ReduceRoute, hops: Sequence[Hop]) -> None:
-        """Raise PlanError for a hop from or to a rank that does not exist."""
-        for hop in hops:
+    def _hops_of(self, tile: str, route: GatherRoute | ReduceRoute, *ends: int | Sequence[int]) -> list[Hop]:
+        """The hops of a tile's route.
+
+        Args:
+            tile: the tile, for messages.
+            route: the route.
+            ends: the ranks that it takes. Lists are copied, so that it may change them.
+
+        Raises:
+            PlanError: for what is no hop, and for a hop from or to a rank that does not exist.
+        """
+        given: Any = route.hops(self.scheduler.mesh, *(end if isinstance(end, int) else list(end) for end in ends))  # type: ignore[arg-type]
+        what = f"{self.scheduler.name}: the route {type(route).__name__} of {tile} returns"
+        if not isinstance(given, Iterable):
+            raise PlanError(f"{what} {shown(given)}, which is no sequence of Hop(src, dst)")
+        found = []
+        for each in given:
+            if not isinstance(each, Hop):
+                raise PlanError(f"{what} {shown(each)}, which is no Hop(src, dst)")
+            hop = each
+            if not set(map(type, hop)) <= {int, type(None)}:
+                try:
+                    src, dst, part, parts = (integer("field", value, None) for value in each[:4])
+                    hop = Hop(src, dst, part, parts, each.turn and integer("turn", each.turn, None))
+                except ValueError:
+                    raise PlanError(f"{what} {each}, whose fields are integers") from None
             for rank in (hop.src, hop.dst):
                 if rank not in self.ranks:
                     raise PlanError(
-                        f"{self.scheduler.name}: the route {type(route).__name__} of {tile} returns {hop}, and rank "
-                        f"{rank} is none of the {len(self.ranks)} ranks 0 to {len(self.ranks) - 1}"
+                        f"{what} {hop}, and rank {rank} is none of the {len(self.ranks)} ranks 0 to "
+                        f"{len(self.ranks) - 1}"
                     )
+            if not 0 <= hop.part < hop.parts:
+                raise PlanError(f"{what} {hop}, and part is none of its {hop.parts} parts, which count from 0")
+            found.append(hop)
+        return found
 
     @staticmethod
     def _useful(hops: Sequence[Hop], needers: Sequence[int]) -> list[Hop]:
@@ -782,14 +814,17 @@ class Derivation:
         """Record the hops that bring the partial sums of one tile to a reducer."""
         frame = self.frame("D", tile)
         route = self.scheduler.route.d
-        hops = route.hops(self.scheduler.mesh, contributors, reducer)
-        self._check_hops(f"D{tile}", route, hops)
-        for hop in hops:
+        for hop in self._hops_of(f"D{tile}", route, contributors, reducer):
             # A rank that multiplies no part of the tile may forward what it receives.
             src, dst = (parts.setdefault(rank, Part(rank, frame)) for rank in hop[:2])
             sent = hop.dst in src.to if self.one_shot else src.to
             if src.rank == reducer or sent or not (src.iterations or src.incoming):
                 raise self.fail(f"the route of D{tile} from {contributors} to {reducer}: {hop} does not fit")
+            if hop.parts > 1:
+                raise self.fail(
+                    f"the route of D{tile} from {contributors} to {reducer}: partial sums move as whole tiles, and "
+                    f"{hop} does not fit"
+                )
             if self.one_shot and dst.rank != reducer:
                 raise self.fail(
                     f"the route of D{tile} from {contributors} to {reducer}: every owner adds if there are no final "

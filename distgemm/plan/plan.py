@@ -290,8 +290,11 @@ class Plan:
         Raises:
             ValueError: for another operand or rank.
         """
-        slices = tuple(slice(start, stop) for start, stop in self.box(operand, rank))
-        return slices if self._has_batches(operand) else slices[1:]
+        batches, (start, stop), columns = self.box(operand, rank)
+        if self._has_batches(operand):
+            return slice(*batches), slice(start, stop), slice(*columns)
+        # Of a single batch, a rank may hold none.
+        return slice(start, stop if batches[0] < batches[1] else start), slice(*columns)
 
     def _has_batches(self, operand: str) -> bool:
         """Whether shards of an operand have an axis in front of rows and columns."""
@@ -307,8 +310,8 @@ class Plan:
         Raises:
             ValueError: for another operand or rank.
         """
-        shape = box_extents(self.box(operand, rank))
-        return shape if self._has_batches(operand) else shape[1:]
+        batches, rows, columns = box_extents(self.box(operand, rank))
+        return (batches, rows, columns) if self._has_batches(operand) else (batches * rows, columns)
 
     def host(self, rank: int) -> int:
         """The number of the host of a rank, from 0.

@@ -161,6 +161,12 @@ def test_a_gather_over_some_ranks_has_no_baseline() -> None:
     assert unfused_program(plan) is None
 
 
+def test_the_baseline_of_a_gather_of_b_has_no_shares_of_ranks() -> None:
+    problem = distgemm.GemmProblem(64, 100, 64, n_per_rank=(40, 60))
+    program = unfused_program(distgemm.make_plan(problem, "all_gather_1d_tiling_cd_rotating_b", 2))
+    assert program is not None and program.problem == distgemm.GemmProblem(100, 64, 64)
+
+
 def test_a_gather_into_copies_has_no_baseline() -> None:
     """Every rank gathers A, but all own the whole of D, or hold the whole of A from the start."""
     plan = distgemm.make_plan(distgemm.GemmProblem(64, 64, 64), "ag+gemm", 4)

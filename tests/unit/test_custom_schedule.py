@@ -6,12 +6,25 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
 import distgemm
-from distgemm.layouts import Axis, Modulo, TVLayout
+from distgemm.layouts import Axis, Divide, Map, Modulo, TVLayout
 from distgemm.plan.ops import Gemm
-from distgemm.schedulers import WHOLE, DistributedTileScheduler, Hop, Partition, Route, TileCoord
+from distgemm.schedulers import (
+    WHOLE,
+    BidirectionalFull,
+    BidirectionalSplit,
+    Direct,
+    DistributedTileScheduler,
+    GatherRoute,
+    Hop,
+    Partition,
+    Ring,
+    Route,
+    TileCoord,
+)
 from tests.unit.reference_data import Data
 
 
@@ -128,12 +141,12 @@ def test_a_tree_takes_logarithmically_many_turns():
 class Broken:
     """A route whose hops are given."""
 
-    given: tuple[Hop, ...]
+    given: Sequence[object]
     add: str = "epilogue"
     final_add: str = "epilogue"
 
     def hops(self, mesh: tuple[int, ...], holders: object, needers: object) -> Sequence[Hop]:
-        return self.given
+        return self.given  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -157,6 +170,7 @@ class Circle:
         (Route(d=Broken(())), "does not send on the partial sums of ranks"),
         (Route(d=Broken((Hop(0, 1), Hop(1, 2), Hop(0, 2)))), "does not fit"),
         (Route(d=Circle()), "circle"),
+        (Route(d=Broken((Hop(1, 0, 0, 2), Hop(2, 0, 0, 2)))), "partial sums move as whole tiles"),
     ],
 )
 def test_a_route_that_cannot_work_is_refused_with_the_reason(route: Route, message: str):
@@ -170,12 +184,136 @@ def test_a_route_that_cannot_work_is_refused_with_the_reason(route: Route, messa
         (Route(b=Broken((Hop(0, 3),))), "the route Broken of B.*rank 3 is none of the 3 ranks 0 to 2"),
         (Route(b=Broken((Hop(-1, 1),))), "the route Broken of B.*rank -1 is none of the 3 ranks"),
         (Route(d=Broken((Hop(0, 7),))), "the route Broken of D.*rank 7 is none of the 3 ranks"),
+        (Route(b=Broken(None)), "the route Broken of B.* returns None, which is no sequence of Hop"),  # type: ignore
+        (Route(b=Broken(((0, 1),))), r"the route Broken of B.* returns \(0, 1\), which is no Hop"),
+        (Route(b=Broken((Hop(0, 1.0),))), "the route Broken of B.* whose fields are integers"),  # type: ignore
+        (Route(b=Broken((Hop(0, 1, turn=0.5),))), "the route Broken of B.* whose fields are integers"),  # type: ignore
+        (Route(b=Broken((Hop(0, 1, 2, 2),))), "the route Broken of B.*part is none of its 2 parts"),
+        (Route(b=Broken((Hop(0, 1, 0, 0),))), "the route Broken of B.*part is none of its 0 parts"),
     ],
 )
-def test_a_route_with_a_rank_that_does_not_exist_is_refused(route: Route, named: str):
+def test_a_route_with_a_hop_that_does_not_exist_is_refused(route: Route, named: str):
     schedule = stationary_a((3,), route)
     with pytest.raises(distgemm.PlanError, match=f"{schedule.name}: {named}"):
         distgemm.make_plan(distgemm.GemmProblem(m=9, n=9, k=9), schedule)
+
+
+class Yielding:
+    """A route that yields hops of numpy's integers, and empties its arguments."""
+
+    add = final_add = "kernel"
+
+    def hops(self, mesh: tuple[int, ...], first: object, second: object) -> object:
+        if isinstance(first, list):
+            while first:
+                yield Hop(np.int64(first.pop()), np.int64(second))  # type: ignore[arg-type, call-overload]
+        else:
+            while second:
+                yield Hop(np.int64(first), np.int64(second.pop()))  # type: ignore[attr-defined, call-overload]
+
+
+def test_a_route_may_yield_hops_and_change_its_arguments():
+    route = Route(b=Yielding(), d=Yielding())  # type: ignore[arg-type]
+    plan = distgemm.make_plan(distgemm.GemmProblem(m=9, n=9, k=9), stationary_a((3,), route))
+    plan.verify()
+    assert distgemm.Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("route", [Direct(), Ring(), BidirectionalFull(), BidirectionalSplit()])
+@pytest.mark.parametrize("holders", [(0, 1), (0, 3), (0, 1, 2, 4)])
+def test_ranks_on_the_way_may_hold_the_tile_too(route: GatherRoute, holders: tuple[int, ...]):
+    """The route of one holder leads through others, and through ranks that another holder serves."""
+    size = 6
+    rest = next(rank for rank in range(size) if rank not in holders)
+    own = Axis(size, rank=1)
+    # Ranks that hold no tile of B have an index outside the grid.
+    held = Axis(1, rank=1, maps=(Held(holders),))
+    partition = Partition(
+        a=TVLayout((size,), (1,), ((own,), WHOLE, WHOLE)),
+        b=TVLayout((size,), (1,), ((held,), WHOLE, WHOLE)),
+        d=TVLayout((size,), (1,), ((own,), WHOLE, WHOLE)),
+    )
+    work = TVLayout((size,), (1,), ((own,), WHOLE, WHOLE, WHOLE))
+    schedule = DistributedTileScheduler("replicated", partition, work, Route(b=route))
+    for mechanism in ("push", "pull"):
+        plan = distgemm.make_plan(distgemm.GemmProblem(12, 8, 4), schedule, mechanism=mechanism)  # type: ignore
+        plan.verify()
+        data = Data.draw(plan, size)
+        data.assert_on_every_rank(distgemm.run_reference(plan, data.shards("A"), data.shards("B")), 1.0, 0.0)
+        assert plan.shard_shape("B", rest) == (0, 0)
+        tile = 8 * 4 * 2
+        assert sum(plan.link_bytes().values()) == tile * (size - len(holders)), "each rank receives it once"
+
+
+@dataclass(frozen=True)
+class Held:
+    """0 for some ranks, and 1 for the others."""
+
+    ranks: tuple[int, ...]
+
+    def __call__(self, value):
+        return 1 - np.isin(value, self.ranks).astype(np.int64)
+
+
+class NoKey:
+    """A map and a route that cannot be a key."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, value):
+        return value
+
+    def hops(self, mesh: tuple[int, ...], holder: int, needers: Sequence[int]) -> Sequence[Hop]:
+        return [Hop(holder, rank) for rank in needers]
+
+
+def test_maps_and_routes_are_hashable():
+    for what, make in (("a is a GatherRoute", lambda: Route(a=NoKey())), ("maps", lambda: Axis(4, maps=(NoKey(),)))):
+        with pytest.raises(ValueError, match=f"{what}.*hashable"):
+            make()
+
+
+def test_a_route_adds_in_one_of_two_places():
+    for place in ("add", "final_add"):
+        with pytest.raises(ValueError, match=rf"d\.{place} is one of epilogue, kernel, got 'sum'"):
+            Route(d=Halving(**{place: "sum"}))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda value: value / 2, "the result of map .* is an array of integers of shape .*float64"),
+        (lambda value: value.tolist(), r"the result of map .* is an array of integers of shape .*got \["),
+        (lambda value: 1, "the result of map .* is an array of integers of shape .*got 1"),
+        (
+            lambda value: value if value < 4 else value - 4,
+            "the map .* takes an array of integers; it raised ValueError",
+        ),
+    ],
+)
+def test_a_map_that_returns_no_array_of_integers_is_refused(wrong: Map, message: str):
+    for maps in ((wrong,), (Divide(1), wrong)):
+        axis = Axis(4, rank=1, maps=maps)
+        layout = TVLayout((4,), (2,), ((axis,), WHOLE, WHOLE))
+        for use in (layout.covers, lambda layout=layout: layout.table, lambda layout=layout: layout.of_rank(1)):
+            with pytest.raises(ValueError, match=message):
+                use()
+
+
+def test_a_rank_may_hold_no_batch():
+    """Of a single batch, which shards do not have as an axis."""
+    mesh, batches = (2,), (Axis(2, rank=1),)
+    held = TVLayout(mesh, (1,), (WHOLE, WHOLE, batches))
+    work = TVLayout(mesh, (1,), (WHOLE, WHOLE, WHOLE, batches))
+    schedule = DistributedTileScheduler("batches", Partition(held, held, held), work)
+    plan = distgemm.make_plan(distgemm.GemmProblem(4, 5, 6), schedule)
+    plan.verify()
+    a, b = np.random.rand(4, 6), np.random.rand(5, 6)
+    assert [plan.shard_shape("D", rank) for rank in range(2)] == [(4, 5), (0, 5)]
+    shards = ([x[plan.shard(name, rank)] for rank in range(2)] for name, x in (("A", a), ("B", b)))
+    first, second = distgemm.run_reference(plan, *shards)
+    np.testing.assert_allclose(first, a @ b.T)
+    assert second.shape == (0, 5)
 
 
 def test_tiles_that_do_not_make_up_a_box_are_refused():
