@@ -56,7 +56,7 @@ from distgemm.cli.output import (
 from distgemm.plan.derive import MECHANISMS, SYNCS, WORKSPACES, make_plan
 from distgemm.plan.ops import Gemm, accesses, box_size, link_of
 from distgemm.plan.options import Mesh, parse_options
-from distgemm.plan.plan import Plan
+from distgemm.plan.plan import Plan, PlanError
 from distgemm.plan.problem import GemmProblem
 from distgemm.plan.scaling import scaling_name
 from distgemm.schedulers import Pattern, get_schedule, schedule_mesh_rank, schedule_options
@@ -166,10 +166,13 @@ def simulate_command(
     if per_tile is not None:
         if paths:
             raise ValueError("-o draws the timeline of a plan, and --per-tile predicts a kernel")
-        if chunks or every_chunks or gemm_streams is not None or ranks_per_host is not None:
+        if name == "all":
+            raise ValueError("--per-tile predicts kernels of one schedule, got all; --per-tile all tries every kernel")
+        of_plans = (workspace, sync, mechanism) != (WORKSPACES[0], SYNCS[0], MECHANISMS[0])
+        if of_plans or chunks or every_chunks or gemm_streams is not None or ranks_per_host is not None:
             raise ValueError(
-                "--chunks, --every-chunks, --gemm-streams and --ranks-per-host are about plans, and --per-tile "
-                "predicts a kernel"
+                "--chunks, --every-chunks, --gemm-streams, --ranks-per-host, --workspace, --sync and --mechanism are "
+                "about plans, and --per-tile predicts a kernel"
             )
         _simulate_per_tile(name, arrangement(name, ranks, mesh), options, problem, per_tile, machine, json)
         return
@@ -290,7 +293,7 @@ def _other_chunks(timeline: Timeline, name: str, given: int | None, predict: Cal
         if chunks != (options["chunks"] if given is None else given):
             try:
                 found.append((chunks, predict(chunks).time))
-            except ValueError:  # a schedule may refuse a number of chunks that the caller did not ask for
+            except (ValueError, PlanError):  # a schedule may refuse a number of chunks that the caller did not ask for
                 continue
     if not found:
         return []
@@ -350,9 +353,9 @@ def _predictions(
             for chunks in tries:
                 try:
                     rows.append(_Row(schedule, chunks, predict(schedule, on, chunks)))
-                except ValueError as error:
+                except (ValueError, PlanError) as error:
                     reason = " ".join(str(error).split())
-                    verdict = "failed" if isinstance(error, BuilderError) else "left out"
+                    verdict = "failed" if isinstance(error, BuilderError | PlanError) else "left out"
                     left_out[f"{verdict}: {schedule} on {mesh_text(on)}: {reason}"] = None
                     continue
                 if not every and _enough([row.timeline for row in rows]):

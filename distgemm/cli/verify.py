@@ -118,6 +118,10 @@ def verify_command(
     if per_tile is not None:
         if output is not None:
             raise ValueError("-o draws plans, and --per-tile proves none")
+        if {workspace, sync, mechanism} != {"all"} or ranks_per_host is not None:
+            raise ValueError(
+                "--workspace, --sync, --mechanism and --ranks-per-host are about plans, and --per-tile proves none"
+            )
         _verify_per_tile(per_tile, cases, options, problem, json)
         return
     mechanisms = MECHANISMS if ranks_per_host is None else ("push",)
@@ -138,6 +142,8 @@ def verify_command(
             for mode in modes:
                 try:
                     built = get_schedule(schedule, mesh=on, **options)
+                    if ranks_per_host is not None and built.world_size % ranks_per_host:
+                        raise ValueError(f"--ranks-per-host {ranks_per_host} does not divide {built.world_size} ranks")
                 except ValueError as error:
                     result = "failed" if isinstance(error, BuilderError) else "skipped"
                     detail = reason = " ".join(str(error).split())

@@ -642,14 +642,23 @@ class Derivation:
             ends: the ranks that it takes. Lists are copied, so that it may change them.
 
         Raises:
-            PlanError: for what is no hop, and for a hop from or to a rank that does not exist.
+            PlanError: for what is no hop, for a hop from or to a rank that does not exist, and if the route raises an
+                error other than ValueError.
         """
-        given: Any = route.hops(self.scheduler.mesh, *(end if isinstance(end, int) else list(end) for end in ends))  # type: ignore[arg-type]
-        what = f"{self.scheduler.name}: the route {type(route).__name__} of {tile} returns"
-        if not isinstance(given, Iterable):
-            raise PlanError(f"{what} {shown(given)}, which is no sequence of Hop(src, dst)")
+        name = f"{self.scheduler.name}: the route {type(route).__name__} of {tile}"
+        what = f"{name} returns"
+        every: Any
+        try:
+            every = route.hops(self.scheduler.mesh, *(end if isinstance(end, int) else list(end) for end in ends))  # type: ignore[arg-type]
+            every = list(every) if isinstance(every, Iterable) else every
+        except ValueError:  # the route refuses the mesh or the ranks
+            raise
+        except Exception as error:
+            raise PlanError(f"{name} raised {type(error).__name__}: {error}") from error
+        if not isinstance(every, list):
+            raise PlanError(f"{what} {shown(every)}, which is no sequence of Hop(src, dst)")
         found = []
-        for each in given:
+        for each in every:
             if not isinstance(each, Hop):
                 raise PlanError(f"{what} {shown(each)}, which is no Hop(src, dst)")
             hop = each

@@ -478,5 +478,10 @@ def test_per_tile_kernels() -> None:
         (("--l", "2"), "it takes one matrix, got 2 batches"),
         (("-o", "x.svg"), "-o draws the timeline of a plan"),
         (("--chunks", "2"), "are about plans, and --per-tile"),
+        (("--mechanism", "pull"), "are about plans, and --per-tile"),
+        (("--sync", "barrier"), "are about plans, and --per-tile"),
+        (("--workspace", "bounded"), "are about plans, and --per-tile"),
     ):
         assert said in refusal(*one, *more)
+    every = refusal("simulate", "all", "--ranks", "8", "--per-tile", "all")
+    assert "--per-tile predicts kernels of one schedule" in every

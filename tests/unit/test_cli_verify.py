@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from distgemm.cli import verify as command
 from distgemm.cli.options import squarest_meshes
 from distgemm.gemm.per_tile.order import TileOrder
 from distgemm.plan.ops import Gemm
-from distgemm.schedulers import registry
+from distgemm.schedulers import Hop, Route, registry
 from tests.unit.command import invoke, refusal, succeed
 from tests.unit.test_cli import schedule_2d
 from tests.unit.test_explorer import unpacked
@@ -167,6 +169,48 @@ def test_all_goes_on_after_a_builder_that_is_wrong(broken_builders: None) -> Non
     assert "all_gather_1d_ring_a" in text
 
 
+@dataclass(frozen=True)
+class WrongHops:
+    """A route from a rank that does not exist, or that divides by zero."""
+
+    rank: int
+
+    def hops(self, mesh: tuple[int, ...], holder: int, needers: Sequence[int]) -> Sequence[Hop]:
+        return [Hop(self.rank, 1 // self.rank)]
+
+
+@dataclass(frozen=True)
+class Builder:
+    schedule: distgemm.DistributedTileScheduler
+
+    def __call__(self, mesh: tuple[int, ...]) -> distgemm.DistributedTileScheduler:
+        return self.schedule
+
+
+def test_all_goes_on_after_a_route_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    for name, rank in (("a_test_of_zero", 0), ("a_test_of_hops", 9)):
+        schedule = replace(distgemm.get_schedule("ag+gemm", 2), name=name, route=Route(a=WrongHops(rank)))
+        registry.register_schedule(name)(Builder(schedule))  # type: ignore[arg-type]
+    zero = "the route WrongHops of A(0, 0, 0) raised ZeroDivisionError: "
+    hops = "the route WrongHops of A(0, 0, 0) returns Hop(src=9, "
+    done = invoke("verify", "all", "--ranks", "2", "--workspace", "full", "--sync", "credit")
+    assert done.exit_code == 1 and zero in done.stderr and hops in done.stderr
+    failed = {name for name, _, result in results(done.stdout) if result == "failed"}
+    assert failed == {"a_test_of_zero", "a_test_of_hops"}
+    text = " ".join(succeed("simulate", "all", "--ranks", "2", "--m", "64", "--n", "64", "--k", "64").split())
+    for name, says in (("a_test_of_zero", zero), ("a_test_of_hops", hops)):
+        assert f"failed: {name} on 2: {name}: {says}" in text
+    assert "all_gather_1d_ring_a" in text
+
+
+def test_hosts_that_do_not_divide_the_ranks_are_skipped() -> None:
+    text = succeed("verify", "gemm+rs", *ranks(1, 2, 3, 4), "--ranks-per-host", "2")
+    assert text.endswith("2 proved, 0 failed, 2 skipped\n")
+    assert "--ranks-per-host 2 does not divide 3 ranks" in text
+    assert "does not divide" in refusal("verify", "gemm+rs", "--ranks", "3", "--ranks-per-host", "2")
+
+
 def test_verify_per_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are proved for schedules that have an order of tiles, others are skipped, and a failure is told."""
     gemm = ("--m", "1024", "--n", "1024", "--k", "512")
@@ -177,6 +221,9 @@ def test_verify_per_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "12 proved, 0 failed, 11 skipped" in text
     assert succeed("verify", "gemm+ar", *ranks(1, 8), "--per-tile", "all").endswith("\n3 proved, 0 failed, 1 skipped\n")
     assert "128x256" in refusal("verify", "gemm+rs", "--ranks", "4", "--per-tile", "128x256")
+    for option in (("--mechanism", "pull"), ("--sync", "credit"), ("--workspace", "full"), ("--ranks-per-host", "2")):
+        said = refusal("verify", "gemm+rs", "--ranks", "4", "--per-tile", "all", *option)
+        assert "are about plans, and --per-tile proves none" in said
     monkeypatch.setattr(TileOrder, "at", lambda order, ticket: order.of_unit(0, ticket % order.units))
     failed = invoke("verify", "gemm+rs", "--ranks", "2", "--per-tile", "128x128x64_2x1_pingpong", *gemm)
     assert failed.exit_code == 1 and "each rank multiplies each of" in failed.stderr
