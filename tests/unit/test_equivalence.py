@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+import distgemm
 from distgemm import GemmProblem, make_plan
+from distgemm.schedulers import schedule_options
 from tests.equivalence.digests import (
     BASELINE,
     RENAMES,
@@ -22,6 +24,7 @@ from tests.equivalence.digests import (
     digest,
     make_digests,
     new_code,
+    options_of,
     sample,
 )
 
@@ -29,6 +32,12 @@ from tests.equivalence.digests import (
 def test_a_sample_equals_the_baseline() -> None:
     wanted = sample(json.loads(BASELINE.read_text())["groups"], 6, seed=258)
     assert differences(wanted, make_digests([Group.parse(name) for name in wanted])) == []
+
+
+def test_every_schedule_has_cases() -> None:
+    """Also one that is newer than the baseline, with options of its own."""
+    for name in distgemm.list_schedules():
+        assert next(options_of(new_code(), name)).keys() == schedule_options(name).keys()
 
 
 def changes(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
