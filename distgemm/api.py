@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, get_args
 
 import torch
@@ -27,7 +28,8 @@ from distgemm.runtime.groups import ranks_per_host
 from distgemm.runtime.torch_arguments import read_device
 from distgemm.runtime.unfused import UnfusedExecutable
 from distgemm.schedulers import Pattern, check_pattern
-from distgemm.tune import executable
+from distgemm.tune import UNFUSED, executable, make
+from distgemm.tune.ranks import device_of
 
 __all__ = ["compile"]
 
@@ -62,7 +64,8 @@ def compile(
             the unfused program. "auto" takes no options of the schedule or of the execution.
         group: the ranks that take part, a process group with NCCL. None: all ranks. A DeviceMesh ("host", "rank"), as
             :func:`distgemm.runtime.launch.mesh_from_env` makes it, says how many of the ranks share memory.
-        device: this rank's GPU. None: the current device. With "auto" also the CPU, where the unfused program runs.
+        device: this rank's GPU. None: the current device. With "auto" also the CPU, where the unfused program runs
+            and nothing is measured.
         provider: provider of the GEMMs, "cutlass" or "cublas". None: "cutlass" on Hopper, with "per_tile" and
             with a ``config``, otherwise "cublas".
         config: name of the provider's tile configuration for all GEMMs. None: the shape decides.
@@ -119,6 +122,10 @@ def compile(
             raise ValueError(
                 f"schedule='auto' selects {', '.join(EXECUTION_FIELDS)} and options; name a schedule for them"
             )
+        if (at := device_of(device)).type == "cpu":  # there is nothing to choose from
+            if tune:
+                raise ValueError("tune=True measures on GPUs; on a CPU, 'auto' is the unfused program")
+            return make(plan, pattern, replace(UNFUSED, source="predicted"), whole, at)
         terms: dict[str, Any] = {"tune": tune, "timeout": timeout, "on_timeout": on_timeout}
         return executable(plan, pattern, whole, device=device, **terms)
     if isinstance(plan, GemmProblem):

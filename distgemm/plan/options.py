@@ -46,7 +46,7 @@ def parse_options(texts: Iterable[str] | None) -> dict[str, Any]:
         The values by key. A value is an integer or a truth value if it looks like one, otherwise a string.
 
     Raises:
-        ValueError: for a text without a key or without "=".
+        ValueError: for a text without a key or without "=", and for a key that is given twice.
     """
     found: dict[str, Any] = {}
     words = {"true": True, "false": False}
@@ -58,6 +58,8 @@ def parse_options(texts: Iterable[str] | None) -> dict[str, Any]:
         digits = value.removeprefix("-").isdecimal()
         if not key or not equals or (digits and len(value) > MAX_DIGITS):
             raise wrong("option", wanted, text)
+        if key in found:
+            raise ValueError(f"option {key} is given once, got {text!r} after {key}={found[key]}")
         found[key] = int(value) if digits else words.get(value.lower(), value)
     return found
 

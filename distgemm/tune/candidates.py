@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from distgemm.arguments import integer
 from distgemm.gemm import GemmSpec, MatrixSpec, default_provider
 from distgemm.gemm.cublas import CublasProvider
 from distgemm.gemm.cutlass import CutlassProvider
@@ -118,7 +119,8 @@ def register_candidate(
             raise ValueError(f"candidate {schedule}: {name} is an integer or a string, got {value!r}")
     if schedule_mesh_rank(schedule) != 1:
         raise ValueError(f"a candidate has one axis of ranks, and schedule {schedule} takes a mesh")
-    candidate = Candidate(schedule, tuple(sorted(options.items())), execution, min_ranks)
+    fewest = integer("min_ranks", min_ranks)
+    candidate = Candidate(schedule, tuple(sorted(options.items())), execution, fewest)
     registered = REGISTERED.setdefault(check_pattern(pattern), [])
     if candidate in registered:
         raise ValueError(f"{candidate} is a candidate for {pattern} already")

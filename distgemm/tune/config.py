@@ -68,7 +68,9 @@ class TunedConfig:
         pairs = sequence("options", self.options, lambda name, pair: sequence(name, pair, _any, wanted, 2), wanted)
         if not all(isinstance(name, str) and isinstance(value, (int, str, tuple)) for name, value in pairs):
             raise wrong("options", wanted, self.options)
-        object.__setattr__(self, "options", tuple(sorted(pairs)))
+        # Sides of a mesh are a text such as "2x4", as texts and files have them.
+        texts = ((name, "x".join(map(str, value)) if isinstance(value, tuple) else value) for name, value in pairs)
+        object.__setattr__(self, "options", tuple(sorted(texts)))
         member("method", self.method, get_args(Method))
         instance("execution", self.execution, ExecutionConfig, "an ExecutionConfig")
         member("source", self.source, get_args(Source))
@@ -106,7 +108,8 @@ class TunedConfig:
             default["provider"] = "cutlass"
         changed = {name: value for name, value in asdict(self.execution).items() if value != default[name]}
         pairs = [*self.options, *changed.items()]
-        return " ".join([self.schedule, *(f"{name}={str(value).lower()}" for name, value in pairs)])
+        texts = (f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in pairs)
+        return " ".join([self.schedule, *texts])
 
     @classmethod
     def parse(cls, text: str, source: Source = "pinned") -> TunedConfig:

@@ -11,7 +11,7 @@ import torch
 
 from distgemm.arguments import boolean, instance
 from distgemm.plan.problem import GemmProblem
-from distgemm.runtime.checks import Group, compare, problem_fields, resolve_group
+from distgemm.runtime.checks import Group, compare, problem_fields, refuse_groups, resolve_group
 from distgemm.runtime.cuda import CudaExecutable, PerTileExecutable
 from distgemm.runtime.groups import ranks_per_host
 from distgemm.runtime.unfused import UnfusedExecutable, collective_status
@@ -59,6 +59,7 @@ def select(
             neither true nor false.
     """
     instance("problem", problem, GemmProblem, "a distgemm.GemmProblem")
+    refuse_groups(problem)
     check_pattern(pattern)
     if tune is not None:
         boolean("tune", tune)

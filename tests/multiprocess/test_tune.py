@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from distgemm.runtime.launch import launch
 from tests.multiprocess import tune_worker as worker
@@ -202,6 +203,12 @@ def test_compile_makes_the_recorded_configuration(found: list[dict[str, Any]]) -
         assert (str(config), source, executable) == ("unfused", "recorded", "UnfusedExecutable")
         assert each["equal"] and each["function"]
         assert each["a plan on CPUs"].startswith("ValueError: device is a GPU, got cpu")
+        assert each["on CPUs"] == ("unfused", "UnfusedExecutable")
+        assert each["tuned on CPUs"].startswith("ValueError: tune=True measures on GPUs")
+        assert torch.cuda.is_available() or each["no GPU"].startswith(
+            "ValueError: device is a GPU, and torch finds none"
+        )
+        assert "groups" in each["groups"]
         text, tuned = each["last"]
         assert tuned == config
         assert text == (

@@ -614,7 +614,7 @@ def compiled(folder: str) -> dict[str, Any]:
     own_cache(folder, "compiled")
     problem = GemmProblem(8 * size, 4 * size, 16, dtype="float64")
     record(UNFUSED, bucketed(problem), "ag+gemm")
-    exe = distgemm.compile(problem, "auto", pattern="ag+gemm", device="cpu")
+    exe = tune.executable(problem, "ag+gemm", device=CPU)
     a, b, _, bias = drawn(problem, 0)
     shards = [torch.from_numpy(x[exe.plan.shard(name, rank)]) for name, x in (("A", a), ("B", b))]
     wanted = (a @ b.T)[exe.plan.shard("D", rank)]
@@ -622,7 +622,16 @@ def compiled(folder: str) -> dict[str, Any]:
     config = config_of(exe)
     found["config"] = config, config and config.source, type(exe).__name__
     record(PLAN, problem)
-    found["a plan on CPUs"] = message(lambda: distgemm.compile(problem, "auto", pattern="gemm+rs", device="cpu"))
+    found["a plan on CPUs"] = message(lambda: tune.executable(problem, "gemm+rs", device=CPU))
+    # compile looks up nothing for CPUs.
+    on_cpu = distgemm.compile(problem, "auto", pattern="gemm+rs", device="cpu")
+    found["on CPUs"] = str(config_of(on_cpu)), type(on_cpu).__name__
+    found["tuned on CPUs"] = message(
+        lambda: distgemm.compile(problem, "auto", pattern="gemm+rs", device="cpu", tune=True)
+    )
+    found["no GPU"] = message(lambda: distgemm.compile(problem, "gemm+rs"))
+    grouped = dataclasses.replace(problem, groups=2)
+    found["groups"] = message(lambda: tune.select(grouped, "ag+gemm", device=CPU))
     # As on a GPU, with tensors on the CPU.
     real = tune.executable
     with mock.patch.object(tune, "executable", lambda *args, **options: real(*args, **options | {"device": CPU})):

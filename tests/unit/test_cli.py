@@ -456,6 +456,11 @@ def test_options_are_read() -> None:
         "f": "",
     }
     assert parse_options(None) == {}
+    with pytest.raises(ValueError, match="option chunks is given once, got 'chunks=4' after chunks=2"):
+        parse_options(["chunks=2", "chunks=4"])
+    assert "option chunks is given once" in refusal(
+        "show", "ag+gemm", "--ranks", "2", "--option", "chunks=1", "--option", "chunks=2"
+    )
 
 
 def test_version() -> None:

@@ -357,6 +357,14 @@ def test_a_configuration_survives_its_text(config: TunedConfig) -> None:
     assert found == config and found.source == "pinned"
 
 
+@pytest.mark.parametrize("value", ["Ring", "ring", 2, True, False, (2, 4)], ids=str)
+def test_an_option_survives_text_and_file(value: object) -> None:
+    config = TunedConfig("plan", "mine", (("mesh" if isinstance(value, tuple) else "way", value),))
+    assert TunedConfig.parse(config.text) == config == TunedConfig.from_dict(config.to_dict())
+    if isinstance(value, tuple):
+        assert config.arguments()["mesh"] == value
+
+
 def test_the_text_has_only_what_differs_from_the_defaults() -> None:
     assert OTHER.text == "reduce_scatter_1d_pairwise_a chunks=1 config=64x128x64_1x1_pingpong gemm_streams=1"
     assert MERGED.text == f"{GATHER} chunks=2 wait_by=kernel merge_copies=true"

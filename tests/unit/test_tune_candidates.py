@@ -236,7 +236,7 @@ def test_all_to_alls_that_per_tile_kernels_refuse_have_another_execution(
 def test_a_kernel_that_there_is_not_is_no_candidate() -> None:
     plan = make_plan(GemmProblem(2048, 8192, 8192), GATHER, 4, sync="barrier")
     status = per_tile_status(plan, "128x200x64_2x1_cooperative")
-    assert not status and "a multiple of 32" in status.reason
+    assert not status and "a multiple of 16" in status.reason
     assert all(per_tile_status(plan, config) for config in CONFIGS["ag+gemm"])
 
 
@@ -517,6 +517,7 @@ def test_a_plan_error_names_the_candidate(registered: Any, monkeypatch: pytest.M
         ),
         ("ag+gemm", NEAREST, {"chunks": None}, "chunks is an integer or a string, got None"),
         ("ag+gemm", NEAREST, {"execution": "fused"}, "execution is one of"),
+        ("ag+gemm", NEAREST, {"min_ranks": 1.5}, "min_ranks is an integer >= 1, got 1.5"),
         ("ag+gemm", "tensor_parallel_2d", {}, "takes a mesh"),
         ("ag+gemm", GATHER, {"chunks": 2}, "chunks=2 is a candidate for ag.gemm already"),
     ],

@@ -83,6 +83,8 @@ def _place(
     if at.type != "cuda":
         raise ValueError(f"device is a GPU, got {at}; on CPUs use distgemm.CollectiveExecutable")
     if at.index is None:
+        if not torch.cuda.is_available():
+            raise ValueError("device is a GPU, and torch finds none; on CPUs use distgemm.CollectiveExecutable")
         at = torch.device("cuda", torch.cuda.current_device())
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
