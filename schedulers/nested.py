@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from distgemm.arguments import instance, string
 from distgemm.schedulers.registry import get_schedule, register_schedule
@@ -20,6 +21,11 @@ __all__ = ["NestedGather", "NestedReduce", "nest"]
 Mesh = tuple[int, ...]
 
 
+def _of_whole(hops: Sequence[Hop], stride: int, first: int) -> list[Hop]:
+    """Hops of some ranks of the whole mesh: rank r of the route is rank ``first`` + r * ``stride``."""
+    return [hop._replace(src=first + hop.src * stride, dst=first + hop.dst * stride) for hop in hops]
+
+
 @dataclass(frozen=True)
 class NestedGather:
     """A gather first across hosts, then inside each host.
@@ -28,29 +34,34 @@ class NestedGather:
     the ranks of its host.
 
     Attributes:
-        across: the route between hosts.
-        inside: the route inside a host.
+        across: the route between hosts. It gets the mesh of hosts, and their numbers.
+        inside: the route inside a host. It gets the mesh of a host, and local numbers of ranks.
+        axes: number of axes of the mesh that are inside a host.
     """
 
     across: GatherRoute
     inside: GatherRoute
+    axes: int = 1
 
     @property
     def rotates(self) -> bool:
         return bool(getattr(self.across, "rotates", False) and getattr(self.inside, "rotates", False))
 
     def hops(self, mesh: Mesh, holder: int, needers: Sequence[int]) -> Sequence[Hop]:
-        local = mesh[-1]
-        hosts = dict.fromkeys(rank // local for rank in needers)
-        heads = {host: host * local + holder % local for host in hosts}
+        hosts, inside = mesh[: -self.axes], mesh[-self.axes :]
+        local = prod(inside)
+        host_of_holder, head = divmod(holder, local)
+        by_host: dict[int, list[int]] = {}
+        for rank in needers:
+            by_host.setdefault(rank // local, []).append(rank % local)
         found: list[Hop] = []
-        remote = [head for head in heads.values() if head != holder]
+        remote = [host for host in by_host if host != host_of_holder]
         if remote:
-            found += self.across.hops(mesh, holder, remote)
-        for host, head in heads.items():
-            others = [rank for rank in needers if rank // local == host and rank != head]
+            found += _of_whole(self.across.hops(hosts, host_of_holder, remote), local, head)
+        for host, ranks in by_host.items():
+            others = [rank for rank in ranks if rank != head]
             if others:
-                found += self.inside.hops(mesh, head, others)
+                found += _of_whole(self.inside.hops(inside, head, others), 1, host * local)
         return found
 
 
@@ -62,12 +73,14 @@ class NestedReduce:
     sum to the reducer.
 
     Attributes:
-        across: the route between hosts.
-        inside: the route inside a host.
+        across: the route between hosts. It gets the mesh of hosts, and their numbers.
+        inside: the route inside a host. It gets the mesh of a host, and local numbers of ranks.
+        axes: number of axes of the mesh that are inside a host.
     """
 
     across: ReduceRoute
     inside: ReduceRoute
+    axes: int = 1
 
     @property
     def add(self) -> AddPlace:
@@ -82,17 +95,20 @@ class NestedReduce:
         return bool(getattr(self.across, "rotates", False) and getattr(self.inside, "rotates", False))
 
     def hops(self, mesh: Mesh, contributors: Sequence[int], reducer: int) -> Sequence[Hop]:
-        local = mesh[-1]
-        hosts = dict.fromkeys(rank // local for rank in contributors)
-        hosts.pop(reducer // local, None)
-        heads = {host: host * local + reducer % local for host in [*hosts, reducer // local]}
+        hosts, inside = mesh[: -self.axes], mesh[-self.axes :]
+        local = prod(inside)
+        last, head = divmod(reducer, local)
+        by_host: dict[int, list[int]] = {}
+        for rank in contributors:
+            by_host.setdefault(rank // local, []).append(rank % local)
+        remote = [host for host in by_host if host != last]
         found: list[Hop] = []
-        for host, head in heads.items():
-            others = [rank for rank in contributors if rank // local == host and rank != head]
+        for host in [*remote, last]:
+            others = [rank for rank in by_host.get(host, ()) if rank != head]
             if others:
-                found += self.inside.hops(mesh, others, head)
-        if hosts:
-            found += self.across.hops(mesh, [heads[host] for host in hosts], reducer)
+                found += _of_whole(self.inside.hops(inside, others, head), 1, host * local)
+        if remote:
+            found += _of_whole(self.across.hops(hosts, remote, last), local, head)
         return found
 
 
@@ -136,16 +152,17 @@ def nest(
         b=across.partition.b.nest(inside.partition.b),
         d=across.partition.d.nest(inside.partition.d),
     )
+    axes = len(inside.mesh)
     route = Route(
-        a=NestedGather(across.route.a, inside.route.a),
-        b=NestedGather(across.route.b, inside.route.b),
-        d=NestedReduce(across.route.d, inside.route.d),
+        a=NestedGather(across.route.a, inside.route.a, axes),
+        b=NestedGather(across.route.b, inside.route.b, axes),
+        d=NestedReduce(across.route.d, inside.route.d, axes),
     )
     outer, inner = across.route.final_copies, inside.route.final_copies
     if outer is None or inner is None:
         route = replace(route, d=Pairwise(), final_copies=None)
     else:
-        route = replace(route, final_copies=NestedGather(outer, inner))
+        route = replace(route, final_copies=NestedGather(outer, inner, axes))
     chosen = name or f"{across.name} across {inside.name}"
     return DistributedTileScheduler(chosen, partition, across.work.nest(inside.work), route, TileCoord(*inside.chunks))
 

@@ -24,6 +24,7 @@ from distgemm.schedulers import (
     Ring,
     Route,
     TileCoord,
+    nest,
 )
 from tests.unit.reference_data import Data
 
@@ -135,6 +136,27 @@ def test_a_tree_takes_logarithmically_many_turns():
     plan = distgemm.make_plan(distgemm.GemmProblem(m=16, n=16, k=16), stationary_a((8,), Route(b=Tree())))
     sends = [op for rank in range(8) for op in plan.ops(rank) if op.kind == "Copy" and op.operand == "B"]
     assert len({op.round for op in sends}) == 3
+
+
+def gather_b(size: int, route: GatherRoute) -> DistributedTileScheduler:
+    """A schedule on one axis that gathers B."""
+    return dataclasses.replace(distgemm.get_schedule("all_gather_1d_tiling_cd_rotating_b", size), route=Route(b=route))
+
+
+@pytest.mark.parametrize("route", [Tree(), Ring()])
+def test_routes_of_nested_schedules_see_their_own_level(route: GatherRoute):
+    """So one that knows one axis works on each level, also of a nest in a nest."""
+    a, b, c = gather_b(2, route), gather_b(3, route), gather_b(2, route)
+    problem = distgemm.GemmProblem(m=24, n=24, k=8)
+    for schedule in (nest(a, b), nest(a, nest(b, c)), nest(nest(a, b), c)):
+        size = schedule.world_size
+        plan = distgemm.make_plan(problem, schedule, ranks_per_host=size // 2)
+        plan.verify()
+        data = Data.draw(plan, size)
+        data.assert_on_every_rank(distgemm.run_reference(plan, data.shards("A"), data.shards("B")), 1.0, 0.0)
+        whole = 24 * 8 * 2
+        assert sum(plan.link_bytes("across").values()) == whole, "each of two hosts receives the other half once"
+        assert sum(plan.link_bytes().values()) == (size - 1) * whole
 
 
 @dataclass(frozen=True)
