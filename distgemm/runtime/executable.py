@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from distgemm.arguments import boolean, integer, member, string
 
@@ -20,6 +21,7 @@ __all__ = [
     "ExecutionMode",
     "OnTimeout",
     "WaitBy",
+    "untraced",
 ]
 
 ExecutionMode = Literal["multi_kernel", "per_tile"]
@@ -28,6 +30,17 @@ OnTimeout = Literal["raise", "abort"]
 
 PER_TILE = "per-tile kernel"
 """Who moves data where all work of a rank is one per-tile kernel, for reports."""
+
+
+def untraced(executable: Callable[..., torch.Tensor], *tensors: torch.Tensor | None, **options: Any) -> torch.Tensor:
+    """Call an executable from code that torch.compile traces. The graph breaks here, and no part of the call is traced.
+
+    Traced code would be resumed in the middle of a call, when messages are under way.
+    """
+    import torch
+
+    found: torch.Tensor = torch.compiler.disable(executable)(*tensors, **options)  # type: ignore[no-untyped-call]
+    return found
 
 
 @dataclass(frozen=True)

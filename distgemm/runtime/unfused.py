@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from distgemm.arguments import instance
 from distgemm.gemm.spec import Status
 from distgemm.plan.derive import make_plan
 from distgemm.plan.ops import box_extents, box_size
@@ -32,8 +33,9 @@ from distgemm.runtime.checks import (
     resolve_group,
     shard_dtype,
 )
-from distgemm.runtime.executable import Executable
+from distgemm.runtime.executable import Executable, untraced
 from distgemm.runtime.groups import GroupRef, PerGroup, failing, raise_if_failed
+from distgemm.runtime.torch_arguments import read_device
 from distgemm.schedulers import PATTERNS, Pattern, check_pattern
 
 __all__ = ["COLLECTIVES", "Collective", "UnfusedExecutable", "UnfusedReplay", "collective_status", "unfused_status"]
@@ -170,9 +172,10 @@ class UnfusedExecutable:
         problem: GemmProblem,
         pattern: Pattern,
         group: dist.ProcessGroup | None = None,
-        device: torch.device | None = None,
+        device: torch.device | str | int | None = None,
         collective: Collective = "nccl",
     ) -> None:
+        instance("problem", problem, GemmProblem, "a distgemm.GemmProblem")
         check_pattern(pattern, PATTERNS)
         refuse_groups(problem)
         if not (status := unfused_status(problem, pattern)):
@@ -181,8 +184,10 @@ class UnfusedExecutable:
         raise_if_failed(self.group)
         self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if device is None:
-            nccl = backends(self.group).get("cuda") == "nccl"
-            device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+            device = "cuda" if backends(self.group).get("cuda") == "nccl" else "cpu"
+        device = read_device("device", device, ("cpu", "cuda"))
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         if collective not in COLLECTIVES:
             raise ValueError(f"collective is one of {', '.join(COLLECTIVES)}, got {collective!r}")
         if not (status := collective_status(problem, pattern, collective, self.world_size)):
@@ -325,6 +330,9 @@ class UnfusedExecutable:
             RuntimeError: where a rank is gone, or does not come within the group's timeout. The error names rank and
                 collective. ``out`` and ``gathered`` are NaN then, and the group takes no further calls.
         """
+        if torch.compiler.is_dynamo_compiling():
+            terms: dict[str, Any] = {"alpha": alpha, "beta": beta, "bias": bias, "scale_a": scale_a, "scale_b": scale_b}
+            return untraced(self, a_shard, b_shard, c_shard, **terms, out=out, gathered=gathered)
         group = self.group
         raise_if_failed(group)
         check_gradients(self.rank, a_shard, b_shard, c_shard, bias, scale_a, scale_b, out, gathered)

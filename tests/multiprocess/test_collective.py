@@ -116,6 +116,10 @@ def test_ways_to_call() -> None:
     assert results(3, worker.variants) == [[], [], []]
 
 
+def test_calls_in_compiled_code_break_its_graph() -> None:
+    assert results(2, worker.traced) == [[], []]
+
+
 def test_rows_of_slots_are_aligned_and_messages_carry_no_padding() -> None:
     """A tile lies in its slot with padding between its rows. This needs no processes."""
     plan = make_plan(GemmProblem(m=8, n=6, k=7, l=2), "all_gather_1d_tiling_cd_rotating_a", 2)

@@ -19,6 +19,7 @@ from distgemm.plan.ops import Barrier, Copy, Op, Signal, Wait
 from distgemm.plan.plan import Plan
 from distgemm.runtime.checks import TORCH_DTYPES
 from distgemm.runtime.collective import CollectiveExecutable, run_collective, steps
+from distgemm.runtime.unfused import UnfusedExecutable
 
 SHAPES = ((10, 7, 9), (8, 12, 16), (1, 9, 6), (5, 1, 7), (13, 6, 1), (1, 1, 1))
 ROWS = {1: (10,), 2: (3, 7), 3: (3, 0, 7), 4: (3, 0, 5, 2), 6: (0, 4, 1, 3, 0, 2)}
@@ -327,6 +328,27 @@ def variants() -> list[str]:
         d = CollectiveExecutable(plan, group)(a, b)
         if not torch.equal(d.double().cpu(), _double(data.expected(1, 0, rank - 1))):
             wrong.append("subgroup")
+    return wrong
+
+
+def traced() -> list[str]:
+    """Executables in code that torch.compile traces: the graph breaks at the call."""
+    problem, device = _problem(), device_of_rank()
+    plan = distgemm.make_plan(problem, "ag+gemm", dist.get_world_size())
+    a, b, _ = Data(plan, 7).shards(device)
+    wrong = []
+    for executable in (CollectiveExecutable(plan), UnfusedExecutable(problem, "ag+gemm", device=device)):
+
+        def model(x: torch.Tensor, executable: Callable[..., torch.Tensor] = executable) -> torch.Tensor:
+            return executable(2 * x, b, alpha=2.0) - 1
+
+        wanted = model(a)
+        compiled = torch.compile(model, backend="eager")
+        for call in range(3):
+            if not torch.equal(compiled(a), wanted):
+                wrong.append(f"{type(executable).__name__}: call {call}")
+        if not torch.equal(model(a), wanted):
+            wrong.append(f"{type(executable).__name__}: not compiled, after")
     return wrong
 
 

@@ -30,7 +30,7 @@ from distgemm.runtime.checks import (
 from distgemm.runtime.collective.memory import CallState, Memory, memory_of
 from distgemm.runtime.collective.program import Program, brings_a
 from distgemm.runtime.collective.steps import KeepTile, Multiply, Synchronize
-from distgemm.runtime.executable import Executable
+from distgemm.runtime.executable import Executable, untraced
 from distgemm.runtime.gathering import GatheredChunk, check_gathers
 from distgemm.runtime.groups import GroupRef, failing, occupied, raise_if_failed
 from distgemm.runtime.torch_arguments import read_device
@@ -184,6 +184,9 @@ class CollectiveExecutable:
             RuntimeError: where a rank is gone, or does not come within the group's timeout. The error names schedule,
                 rank, op and tile. ``out`` and ``gathered`` are NaN then, and the group takes no further calls.
         """
+        if torch.compiler.is_dynamo_compiling():
+            terms: dict[str, Any] = {"alpha": alpha, "beta": beta, "bias": bias, "scale_a": scale_a, "scale_b": scale_b}
+            return untraced(self, a_shard, b_shard, c_shard, **terms, out=out, gathered=gathered)
         group = self.group
         raise_if_failed(group)
         alpha, beta = finite("alpha", alpha), finite("beta", beta)

@@ -17,7 +17,7 @@ from distgemm.runtime.cuda.order import CallOrder, call_order
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, watchdog
 from distgemm.runtime.cuda.watched import WatchedWorkspace
 from distgemm.runtime.cuda.workspace import SharedWorkspace, workspace_for
-from distgemm.runtime.executable import ExecutionConfig, OnTimeout
+from distgemm.runtime.executable import ExecutionConfig, OnTimeout, untraced
 
 __all__ = ["GpuExecutable", "PreparedCall"]
 
@@ -177,6 +177,9 @@ class GpuExecutable(ABC):
                 torch.no_grad(), before anything is sent.
             ReplayTimeoutError: once a replay on this workspace has not ended in time on any rank.
         """
+        if torch.compiler.is_dynamo_compiling():
+            terms: dict[str, Any] = {"alpha": alpha, "beta": beta, "bias": bias, "scale_a": scale_a, "scale_b": scale_b}
+            return untraced(self, a_shard, b_shard, c_shard, **terms, out=out, gathered=gathered)
         self.raise_if_dead()
         check_gradients(self.rank, a_shard, b_shard, c_shard, bias, scale_a, scale_b, out, gathered)
         if out is None:
