@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 
 import distgemm
+from distgemm.layouts import Axis, Modulo, Offset, TVLayout
 from distgemm.plan.ops import Barrier, Copy, Op, Signal, Wait
 from distgemm.plan.plan import Plan
 from distgemm.runtime.checks import TORCH_DTYPES
 from distgemm.runtime.collective import CollectiveExecutable, run_collective, steps
 from distgemm.runtime.unfused import UnfusedExecutable
+from distgemm.schedulers import WHOLE, Partition
 
 SHAPES = ((10, 7, 9), (8, 12, 16), (1, 9, 6), (5, 1, 7), (13, 6, 1), (1, 1, 1))
 ROWS = {1: (10,), 2: (3, 7), 3: (3, 0, 7), 4: (3, 0, 5, 2), 6: (0, 4, 1, 3, 0, 2)}
@@ -329,6 +331,29 @@ def variants() -> list[str]:
         if not torch.equal(d.double().cpu(), _double(data.expected(1, 0, rank - 1))):
             wrong.append("subgroup")
     return wrong
+
+
+def own_batches(mesh: tuple[int, ...]) -> distgemm.DistributedTileScheduler:
+    """Rank r multiplies batch r. It holds batch r + 1 of A."""
+    (size,) = mesh
+    own, next_one = (Axis(size, rank=1),), (Axis(size, rank=1, maps=(Offset(1), Modulo(size))),)
+    held = TVLayout(mesh, (1,), (WHOLE, WHOLE, own))
+    partition = Partition(a=TVLayout(mesh, (1,), (WHOLE, WHOLE, next_one)), b=held, d=held)
+    work = TVLayout(mesh, (1,), (WHOLE, WHOLE, WHOLE, own))
+    return distgemm.DistributedTileScheduler("own_batches", partition, work)
+
+
+def batches() -> list[str]:
+    """A rank gathers the batches of A that it multiplies, which are not the first ones."""
+    ranks, device = dist.get_world_size(), device_of_rank()
+    plan = distgemm.make_plan(_problem(l=ranks), own_batches((ranks,)))
+    data = Data(plan, 8)
+    a, b, _ = data.shards(device)
+    gathered = torch.full((1, *a.shape[1:]), torch.nan, dtype=a.dtype, device=device)
+    d = CollectiveExecutable(plan)(a, b, gathered=gathered)
+    wrong = [] if torch.equal(d.double().cpu(), _double(data.expected(1, 0))) else ["D"]
+    wanted = _double(data.a[dist.get_rank()])
+    return wrong if torch.equal(gathered[0].double().cpu(), wanted) else [*wrong, "gathered"]
 
 
 def traced() -> list[str]:

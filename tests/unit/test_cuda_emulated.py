@@ -17,6 +17,7 @@ from distgemm.runtime.cuda import memops
 from distgemm.runtime.cuda.workspace import FLAG_BYTES, first_plan_flag
 from distgemm.runtime.executable import WaitBy
 from distgemm.schedulers import schedule_options
+from tests.multiprocess.worker import own_batches
 from tests.unit.cuda_emulation import (
     ALL_REDUCES,
     CHAINS,
@@ -98,6 +99,16 @@ def test_scalings_without_kernels_are_refused() -> None:
     plan = distgemm.make_plan(batches, GATHERS[0], 2)
     with pytest.raises(ValueError, match="kernels take scales of one batch, got l = 2"):
         Emulated(plan, 0, machine_of([plan]).workspaces[0])
+
+
+def test_a_rank_gathers_its_own_batches_of_a(recorded: list[Task]) -> None:
+    problem = distgemm.GemmProblem(5, 6, 7, 3, dtype="float32")
+    every = [
+        distgemm.make_plan(problem, own_batches((3,)), mechanism=mechanism)  # type: ignore[arg-type]
+        for mechanism in ("push", "pull")
+    ]
+    assert Data(every[0], 0).calls[2].shards["gathered"].shape == (1, 5, 7)
+    replay_each(every, random.Random(0), recorded, False)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])

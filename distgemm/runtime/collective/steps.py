@@ -257,9 +257,9 @@ class KeepTile:
     def __call__(self, call: CallState) -> None:
         if call.gathered is not None:
             memory = call.memory
-            _, (first, _), _ = gathered_box(memory.plan, memory.rank)
+            (batch, _), (row, _), _ = gathered_box(memory.plan, memory.rank)
             (l0, l1), (m0, m1), (k0, k1) = memory.own(self.view).box
-            call.gathered[l0:l1, m0 - first : m1 - first, k0:k1].copy_(self.tile(call))
+            call.gathered[l0 - batch : l1 - batch, m0 - row : m1 - row, k0:k1].copy_(self.tile(call))
 
 
 @dataclass(slots=True, eq=False)

@@ -349,9 +349,9 @@ class Binding:
         if op.id not in self.binder.first_users_of_a or "gathered" not in self.call.shards:
             return []
         (l0, l1), (m0, m1), (k0, k1) = op.a.box
-        _, (first, _), _ = gathered_box(self.binder.plan, self.binder.rank)
-        source, target = self.tensor(op.a), self.call.shards["gathered"][l0:l1, m0 - first : m1 - first, k0:k1]
-        return [*copies_of(target, source)]
+        (batch, _), (row, _), _ = gathered_box(self.binder.plan, self.binder.rank)
+        target = self.call.shards["gathered"][l0 - batch : l1 - batch, m0 - row : m1 - row, k0:k1]
+        return [*copies_of(target, self.tensor(op.a))]
 
     def gemm_tensors(self, op: Gemm) -> tuple[GemmTensors, _RemainingTerms | None]:
         """The tensors of a GEMM, and the terms that a sum adds to its result because the GEMM does not.
