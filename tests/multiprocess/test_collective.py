@@ -116,8 +116,8 @@ def test_ways_to_call() -> None:
     assert results(3, worker.variants) == [[], [], []]
 
 
-def test_a_rank_gathers_its_own_batches_of_a() -> None:
-    assert results(3, worker.batches) == [[], [], []]
+def test_a_rank_gathers_its_own_rows_and_batches_of_a() -> None:
+    assert results(3, worker.gathered) == [[], [], []]
 
 
 def test_calls_in_compiled_code_break_its_graph() -> None:

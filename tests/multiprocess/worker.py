@@ -343,17 +343,38 @@ def own_batches(mesh: tuple[int, ...]) -> distgemm.DistributedTileScheduler:
     return distgemm.DistributedTileScheduler("own_batches", partition, work)
 
 
-def batches() -> list[str]:
-    """A rank gathers the batches of A that it multiplies, which are not the first ones."""
+def own_columns(mesh: tuple[int, ...]) -> distgemm.DistributedTileScheduler:
+    """Rank r multiplies columns r of D for all rows, and owns rows r of D."""
+    (size,) = mesh
+    own, every = (Axis(size, rank=1),), (Axis(size, value=1),)
+    partition = Partition(
+        a=TVLayout(mesh, (size,), (every, WHOLE, WHOLE)),
+        b=TVLayout(mesh, (1,), (own, WHOLE, WHOLE)),
+        d=TVLayout(mesh, (size,), (own, every, WHOLE)),
+    )
+    work = TVLayout(mesh, (size,), (every, own, WHOLE, WHOLE))
+    return distgemm.DistributedTileScheduler("own_columns", partition, work)
+
+
+def gathered() -> list[str]:
+    """A rank keeps batches of A that are not the first ones, and rows of its D where it multiplies others, too."""
     ranks, device = dist.get_world_size(), device_of_rank()
-    plan = distgemm.make_plan(_problem(l=ranks), own_batches((ranks,)))
-    data = Data(plan, 8)
-    a, b, _ = data.shards(device)
-    gathered = torch.full((1, *a.shape[1:]), torch.nan, dtype=a.dtype, device=device)
-    d = CollectiveExecutable(plan)(a, b, gathered=gathered)
-    wrong = [] if torch.equal(d.double().cpu(), _double(data.expected(1, 0))) else ["D"]
-    wanted = _double(data.a[dist.get_rank()])
-    return wrong if torch.equal(gathered[0].double().cpu(), wanted) else [*wrong, "gathered"]
+    wrong = []
+    for problem, schedule in (
+        (_problem(l=ranks), own_batches((ranks,))),
+        (_problem(m=12 * ranks), own_columns((ranks,))),
+    ):
+        plan = distgemm.make_plan(problem, schedule)
+        data = Data(plan, 8)
+        a, b, _ = data.shards(device)
+        wanted = _double(data.a[plan.shard("D", dist.get_rank())[:-1]])
+        found = torch.full(wanted.shape, torch.nan, dtype=a.dtype, device=device)
+        d = CollectiveExecutable(plan)(a, b, gathered=found)
+        if not torch.equal(d.double().cpu(), _double(data.expected(1, 0))):
+            wrong.append(f"{plan.schedule}: D")
+        if not torch.equal(found.double().cpu(), wanted):
+            wrong.append(f"{plan.schedule}: gathered")
+    return wrong
 
 
 def traced() -> list[str]:

@@ -17,7 +17,7 @@ from distgemm.runtime.cuda import memops
 from distgemm.runtime.cuda.workspace import FLAG_BYTES, first_plan_flag
 from distgemm.runtime.executable import WaitBy
 from distgemm.schedulers import schedule_options
-from tests.multiprocess.worker import own_batches
+from tests.multiprocess.worker import own_batches, own_columns
 from tests.unit.cuda_emulation import (
     ALL_REDUCES,
     CHAINS,
@@ -101,14 +101,15 @@ def test_scalings_without_kernels_are_refused() -> None:
         Emulated(plan, 0, machine_of([plan]).workspaces[0])
 
 
-def test_a_rank_gathers_its_own_batches_of_a(recorded: list[Task]) -> None:
-    problem = distgemm.GemmProblem(5, 6, 7, 3, dtype="float32")
-    every = [
-        distgemm.make_plan(problem, own_batches((3,)), mechanism=mechanism)  # type: ignore[arg-type]
-        for mechanism in ("push", "pull")
-    ]
-    assert Data(every[0], 0).calls[2].shards["gathered"].shape == (1, 5, 7)
-    replay_each(every, random.Random(0), recorded, False)
+def test_a_rank_gathers_its_own_rows_and_batches_of_a(recorded: list[Task]) -> None:
+    for schedule, batches, shape in ((own_batches((3,)), 3, (1, 5, 7)), (own_columns((3,)), 1, (1, 1, 7))):
+        problem = distgemm.GemmProblem(5, 6, 7, batches, dtype="float32")
+        every = [
+            distgemm.make_plan(problem, schedule, mechanism=mechanism)  # type: ignore[arg-type]
+            for mechanism in ("push", "pull")
+        ]
+        assert Data(every[0], 0).calls[2].shards["gathered"].shape == shape
+        replay_each(every, random.Random(0), recorded, False)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from distgemm.plan.ops import Copy, View
+from distgemm.plan.ops import Copy, View, contains
 from distgemm.plan.scaling import OperandScaling
 from distgemm.runtime.checks import gathered_box
 from distgemm.runtime.collective.memory import CallState, Place
@@ -257,8 +257,11 @@ class KeepTile:
     def __call__(self, call: CallState) -> None:
         if call.gathered is not None:
             memory = call.memory
-            (batch, _), (row, _), _ = gathered_box(memory.plan, memory.rank)
-            (l0, l1), (m0, m1), (k0, k1) = memory.own(self.view).box
+            whole, box = gathered_box(memory.plan, memory.rank), memory.own(self.view).box
+            if not contains(whole, box):
+                return  # it multiplies rows of other ranks, too
+            (batch, _), (row, _), _ = whole
+            (l0, l1), (m0, m1), (k0, k1) = box
             call.gathered[l0 - batch : l1 - batch, m0 - row : m1 - row, k0:k1].copy_(self.tile(call))
 
 

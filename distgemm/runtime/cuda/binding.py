@@ -421,10 +421,10 @@ class Binding:
 
 def first_users_of_a(plan: Plan, rank: int) -> set[int]:
     """Ids of the GEMMs that are the first to use a tile of A; empty where a rank multiplies no :func:`gathered_box`."""
-    first = {op.a.box: op.id for op in reversed(plan.ops(rank)) if isinstance(op, Gemm)}
     wanted = gathered_box(plan, rank)
-    covered = all(contains(wanted, box) for box in first) and sum(map(box_size, first)) == box_size(wanted)
-    return set(first.values()) if covered else set()
+    gemms = [op for op in reversed(plan.ops(rank)) if isinstance(op, Gemm) and contains(wanted, op.a.box)]
+    first = {op.a.box: op.id for op in gemms}
+    return set(first.values()) if sum(map(box_size, first)) == box_size(wanted) else set()
 
 
 def _check_scaling(plan: Plan) -> None:
