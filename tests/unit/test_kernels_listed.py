@@ -90,7 +90,7 @@ def test_per_tile_kernels_are_listed(listed: set[KernelSource]) -> None:
         for config in (*CONFIGS[pattern], *(SPANNING if both else ()), *(SPLIT if pattern == "ag+gemm" else ()))
     }
     wanted |= {traits_of(config, "gemm+ar", one_shot=True).source() for config in ONE_SHOT}
-    assert len(wanted) == 44 and wanted == {source for source in listed if source.file == "per_tile.cu"}
+    assert len(wanted) == 46 and wanted == {source for source in listed if source.file == "per_tile.cu"}
 
 
 @pytest.mark.sample(1)
