@@ -104,7 +104,8 @@ class PerGroup(Generic[T]):
 
     def _groups(self) -> list[dist.ProcessGroup]:
         # Other threads may add groups meanwhile; a list of references is made at once.
-        return [group for ref in self._values.keyrefs() if (group := ref()) is not None]
+        groups = [ref() for ref in self._values.keyrefs()]
+        return [group for group in groups if group is not None]
 
 
 # --- hosts ----------------------------------------------------------------------------------------------

@@ -20,11 +20,13 @@ from distgemm.simulator.machine import Machine
 __all__ = ["CONFIGS", "SPANNING", "MACHINE", "ONE_SHOT", "ROW_BYTES", "SPLIT", "configs_of", "gemm_of", "traits_of"]
 
 LARGE = "128x256x64_2x1_cooperative"
-WIDE = ("256x192x64_1x2_cooperative", "256x160x64_1x2_cooperative", "256x144x64_1x2_cooperative", LARGE)
+WIDE = ("256x192x64_1x2_cooperative", "256x160x64_1x2_cooperative", LARGE)
+NARROW = "256x144x64_1x2_cooperative"
 BETWEEN = ("128x224x64_2x1_cooperative", "128x192x64_2x1_cooperative", "128x160x64_2x1_cooperative")
 SMALL = ("128x128x64_2x1_pingpong", "64x128x64_2x1_pingpong", "64x128x64_1x2_pingpong")
 CONFIGS: dict[Pattern, tuple[str, ...]] = {
-    **dict.fromkeys(GATHERING, (*WIDE, *BETWEEN, *SMALL)),
+    "ag+gemm": (*WIDE, NARROW, *BETWEEN, *SMALL),
+    "a2a+gemm": (*WIDE, *BETWEEN, *SMALL),
     "gemm+rs": (LARGE, *SMALL),
     "gemm+ar": (LARGE, *SMALL),
     "gemm+a2a": (WIDE[0], LARGE, BETWEEN[1], *SMALL),
