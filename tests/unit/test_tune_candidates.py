@@ -113,7 +113,7 @@ def test_few_tokens_take_a_library() -> None:
     assert predicted(GemmProblem(128, 28672, 8192), "ag+gemm", 4).text == UNFUSED.text
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("file", "most"),
     [
