@@ -12,7 +12,6 @@ DISTGEMM_TUNE=0 in the environment, "auto" measures no schedules.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -21,9 +20,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory  # noqa: PLC2701  (torch has no public name)
-from layer import BASE, TINY, AsyncTP, Layer, Nccl, Ours, compare, graph_of, layer_of, say, times_of
+from layer import (
+    BASE,
+    TINY,
+    AsyncTP,
+    Layer,
+    Nccl,
+    Ours,
+    compare,
+    graph_of,
+    layer_of,
+    parser_of,
+    say,
+    table_of,
+    times_of,
+)
 from rich.console import Console
-from rich.table import Table
 from torch.nn import functional
 
 import distgemm
@@ -237,26 +249,14 @@ def check_main() -> dict[str, float]:
 def show(result: dict[str, Any], console: Console) -> None:
     """Print a table of each kind of step."""
     for title, found in result.items():
-        times = found["ms"]
-        table = Table("method", "ms", f"of {BASE}", "relative difference", title=title)
-        for name, ms in sorted(times.items(), key=lambda pair: pair[1]):
-            table.add_row(name, f"{ms:.3f}", f"{ms / times[BASE]:.3f}", f"{found['errors'][name]:.1e}")
-        console.print(table)
+        console.print(table_of(title, found["ms"], found["errors"]))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=list(MODELS), default="llama-3-70b", help="%(default)s")
-    parser.add_argument(
-        "--ranks", type=int, default=torch.cuda.device_count(), help="ranks to run, one on each GPU [default: all GPUs]"
-    )
-    parser.add_argument("--tp", type=int, help="ranks that share a layer in training [default: --ranks]")
+    parser = parser_of(__doc__)
     parser.add_argument("--layers", type=int, default=4, help="%(default)s")
-    parser.add_argument("--m", type=int, default=8192, help="tokens of a training step, one sequence [%(default)s]")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64], help="sequences of decode [%(default)s]")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens in the cache [%(default)s]")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the times to this file")
-    parser.add_argument("--check", action="store_true", help="check tiny layers on CPUs, without timing")
     args = parser.parse_args()
     console = Console(width=160)
     if args.check:

@@ -378,14 +378,19 @@ def check_main() -> dict[str, float]:
     return {name: compare(name, layer.run(method), wanted) for name, method in every.items()}
 
 
+def table_of(title: str, times: dict[str, float], errors: dict[str, float]) -> Table:
+    """The methods, the fastest first; without an error where there is none."""
+    table = Table("method", "ms", f"of {BASE}", "relative difference", title=title)
+    for name, ms in sorted(times.items(), key=lambda pair: pair[1]):
+        error = f"{errors[name]:.1e}" if name in errors else ""
+        table.add_row(name, f"{ms:.3f}", f"{ms / times[BASE]:.3f}", error)
+    return table
+
+
 def show(result: dict[str, Any], console: Console) -> None:
     """Print a table of the layer, and one of its GEMMs."""
     times = result["layer_ms"]
-    table = Table("method", "ms", f"of {BASE}", "relative difference", title="forward and backward of one layer")
-    for name, ms in sorted(times.items(), key=lambda pair: pair[1]):
-        error = f"{result['errors'][name]:.1e}" if name in result["errors"] else ""
-        table.add_row(name, f"{ms:.3f}", f"{ms / times[BASE]:.3f}", error)
-    console.print(table)
+    console.print(table_of("forward and backward of one layer", times, result["errors"]))
     table = Table("GEMM, ms", *times, title="each GEMM with its communication")
     for part, row in result["parts_ms"].items():
         table.add_row(part, *(f"{row[name]:.3f}" for name in times))
@@ -395,17 +400,23 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """The options that benchmarks of layers share."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(MODELS), default="llama-3-70b", help="%(default)s")
     parser.add_argument(
         "--ranks", type=int, default=torch.cuda.device_count(), help="ranks to run, one on each GPU [default: all GPUs]"
     )
     parser.add_argument("--tp", type=int, help="ranks that share a layer [default: --ranks]")
     parser.add_argument("--m", type=int, default=8192, help="tokens of one sequence [default: %(default)s]")
-    parser.add_argument("--methods", nargs="+", metavar="NAME", help=f"only these, and {BASE}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the times to this file")
-    parser.add_argument("--check", action="store_true", help="check a tiny layer on CPUs, without timing")
+    parser.add_argument("--check", action="store_true", help="check tiny layers on CPUs, without timing")
+    return parser
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--methods", nargs="+", metavar="NAME", help=f"only these, and {BASE}")
     args = parser.parse_args()
     console = Console(width=200)
     if args.check:

@@ -26,6 +26,14 @@ def _of_whole(hops: Sequence[Hop], stride: int, first: int) -> list[Hop]:
     return [hop._replace(src=first + hop.src * stride, dst=first + hop.dst * stride) for hop in hops]
 
 
+def _by_host(ranks: Sequence[int], local: int) -> dict[int, list[int]]:
+    """The local numbers of ranks by host, if a host has ``local`` ranks."""
+    found: dict[int, list[int]] = {}
+    for rank in ranks:
+        found.setdefault(rank // local, []).append(rank % local)
+    return found
+
+
 @dataclass(frozen=True)
 class NestedGather:
     """A gather first across hosts, then inside each host.
@@ -51,9 +59,7 @@ class NestedGather:
         hosts, inside = mesh[: -self.axes], mesh[-self.axes :]
         local = prod(inside)
         host_of_holder, head = divmod(holder, local)
-        by_host: dict[int, list[int]] = {}
-        for rank in needers:
-            by_host.setdefault(rank // local, []).append(rank % local)
+        by_host = _by_host(needers, local)
         found: list[Hop] = []
         remote = [host for host in by_host if host != host_of_holder]
         if remote:
@@ -98,9 +104,7 @@ class NestedReduce:
         hosts, inside = mesh[: -self.axes], mesh[-self.axes :]
         local = prod(inside)
         last, head = divmod(reducer, local)
-        by_host: dict[int, list[int]] = {}
-        for rank in contributors:
-            by_host.setdefault(rank // local, []).append(rank % local)
+        by_host = _by_host(contributors, local)
         remote = [host for host in by_host if host != last]
         found: list[Hop] = []
         for host in [*remote, last]:

@@ -95,8 +95,7 @@ class Installation:
                 found: tuple[Tensor | None, list[Tensor]] = TORCH._fused_all_gather_matmul(*given, return_A=return_A)
                 return found
             return _unfused_gather(*given, return_A)
-        rows, copied = _rows_along(a, gather_dim)
-        between = [*a.shape[:gather_dim], *a.shape[gather_dim + 1 : -1]]
+        rows, between, copied = _rows_along(a, gather_dim)
         options: tuple[Any, ...] = (group, self.gather, None, None, None, return_A, "forward")
 
         def run() -> Any:
@@ -127,8 +126,8 @@ class Installation:
             what = "D is" if rows.data_ptr() == b.data_ptr() else "B and D are"
             copied = f"{what} copied, because the last dimension is scattered"
         else:
-            rows, copied = _rows_along(a, scatter_dim)
-            weight, between = b.t(), [*a.shape[:scatter_dim], *a.shape[scatter_dim + 1 : -1]]
+            weight = b.t()
+            rows, between, copied = _rows_along(a, scatter_dim)
             copied = "; ".join([copied] * bool(copied) + ["D is copied"] * bool(scatter_dim))
         d: Tensor = self._served(
             site,
@@ -170,8 +169,7 @@ class Installation:
         mode = TORCH._check_and_verify_fp8_all_gather_scale_mode(a, a_scale, gather_dim, size)
         if mode.value == "row-wise-replicated":
             a_scale = a_scale.chunk(size, gather_dim)[rank]
-        rows, copied = _rows_along(a, gather_dim)
-        between = [*a.shape[:gather_dim], *a.shape[gather_dim + 1 : -1]]
+        rows, between, copied = _rows_along(a, gather_dim)
         if a_scale.numel() > 1:
             a_scale = a_scale.movedim(gather_dim, 0).flatten(0, -2)
         scope: ScalingScope = "global" if mode.value == "tensor-wise" else "shard"
@@ -342,15 +340,15 @@ def _site(op: str, operands: Sequence[Tensor], details: tuple[str | int, ...], g
     return CallSite(op, shapes, operands[0].dtype, details, process_group(group).size())
 
 
-def _rows_along(a: Tensor, dim: int) -> tuple[Tensor, str]:
-    """A as a matrix with contiguous rows, those of one index of ``dim`` in a row; and "", or that this is a copy."""
-    rows = with_rows(a.movedim(dim, 0).flatten(0, -2))
-    if rows.data_ptr() == a.data_ptr():
-        return rows, ""
-    return (
-        rows,
-        f"A is copied, because in memory dimension {dim} is not the outermost one, or the last is not contiguous",
-    )
+def _rows_along(a: Tensor, dim: int) -> tuple[Tensor, list[int], str]:
+    """A as a matrix with contiguous rows, those of one index of ``dim`` one after the other.
+
+    Also the extents of the other dimensions but the last, and "", or that the matrix is a copy.
+    """
+    moved = a.movedim(dim, 0)
+    rows = with_rows(moved.flatten(0, -2))
+    copied = f"A is copied, because in memory dimension {dim} is not the outermost one, or the last is not contiguous"
+    return rows, [*moved.shape[1:-1]], "" if rows.data_ptr() == a.data_ptr() else copied
 
 
 def _check_divides(op: str, shape: Sequence[int], dim: int, ranks: int) -> None:
