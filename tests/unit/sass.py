@@ -20,7 +20,16 @@ def nvdisasm() -> Path:
 
 def main_loop(cubin: Path) -> list[str]:
     """The names of the instructions from the first to the last wgmma of a kernel, without modifiers."""
+    return _between(cubin, "GMMA")
+
+
+def loads(cubin: Path) -> list[str]:
+    """The same, from the first to the last load by TMA."""
+    return _between(cubin, "UTMALDG")
+
+
+def _between(cubin: Path, name: str) -> list[str]:
     printed = subprocess.run([nvdisasm(), "-c", cubin], capture_output=True, text=True, check=True).stdout
     names = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\w+)", printed, re.MULTILINE)
-    products = [i for i, name in enumerate(names) if name.endswith("GMMA")]
-    return names[products[0] : products[-1] + 1]
+    found = [i for i, each in enumerate(names) if each.endswith(name)]
+    return names[found[0] : found[-1] + 1]

@@ -13,7 +13,7 @@ from distgemm.gemm.per_tile.bind import RankGemm, Space
 from distgemm.gemm.per_tile.kernel import KernelTraits, Launch
 from distgemm.gemm.per_tile.order import TileOrder
 from distgemm.gemm.per_tile.params import CONTROL_BYTES, Control, Order, Params
-from tests.unit.sass import main_loop
+from tests.unit.sass import loads, main_loop
 
 GATHER = KernelTraits("ag+gemm", (128, 256), (2, 1), sends=True, epilogue_stages=1)
 SPLIT = KernelTraits("ag+gemm", (64, 64), (2, 2), True, sends=True, epilogue_stages=1, split=4)
@@ -170,8 +170,10 @@ def test_kernels_compile(traits: KernelTraits) -> None:
     cubin = open_cubin(traits.source(), Params)
     assert cubin.threads == 384
     assert cubin.shared_bytes <= 227 << 10
-    # wgmmas take descriptors from uniform registers. ptxas keeps them there if it can prove that lanes agree.
-    assert "R2UR" not in main_loop(cubin_path(traits.source()))
+    # wgmmas and TMA take operands from uniform registers. ptxas keeps them there if it can prove that lanes agree.
+    path = cubin_path(traits.source())
+    assert "R2UR" not in main_loop(path)
+    assert not {"R2UR", "ELECT"} & set(loads(path))
     control = [cubin.number(name) for name in ("control.dead", "control.begun", "control")]
     assert control == [Control.dead.offset, Control.begun.offset, CONTROL_BYTES]
     fields = {name: fact for name, fact in cubin.facts.items() if fact.size}

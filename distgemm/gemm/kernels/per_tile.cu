@@ -310,7 +310,10 @@ struct Uses {
 // The stage of operands that comes next, and the phase of its barriers.
 struct Stage {
   uint32_t index = 0, phase = 0;
-  CUTE_DEVICE void advance(uint32_t by = 1) {
+  CUTE_DEVICE void advance() {
+    if (++index == kStages) index = 0, phase ^= 1;
+  }
+  CUTE_DEVICE void advance(uint32_t by) {
     index += by;
     phase ^= index / kStages & 1;
     index %= kStages;
@@ -338,7 +341,7 @@ struct Tickets {
     return ticket;
   }
   // The same, where all lanes of a warp call it. They read equal tickets. ptxas knows that they are equal only if lane 0
-  // gives its ticket to the others. multiply_ has the reason.
+  // gives its ticket to the others. multiply_ and load_operands_ have the reasons.
   CUTE_DEVICE Ticket next_of_warp() {
     Ticket const ticket = next();
     auto const of_first = [](auto value) { return __shfl_sync(0xffffffff, value, 0); };
@@ -538,15 +541,16 @@ class Kernel {
 
   // ---------------------------------------------------------------- warp 0
 
+  // TMA takes its operands from uniform registers, too (multiply_). So all lanes go through the loop, and one of them loads.
   CUTE_DEVICE void load_operands_() {
     Tickets tickets{storage_};
     Stage stage;
     uint32_t number = 1;
-    bool const elected = lane() == 0;
+    bool const elected = elect_one_sync();
     auto const next = [&] {
       if (kCluster > 1 && elected) Barrier::expect(storage_.ticket_arrived[tickets.uses.index()], sizeof(Ticket));
       __syncwarp();
-      return tickets.next();
+      return tickets.next_of_warp();
     };
     Ticket ticket = next();
     for (; exists_(ticket); ticket = next(), ++number) {
@@ -586,14 +590,14 @@ class Kernel {
           first_slice = slice;
           arrived = wait_for_slices_(clock, tile, slice);
         }
-        if (elected) {
-          if (block_ == 0 && slice == take_at) taken = spaces_.take();
-          uint32_t const begin = cute::max(from.number * kSliceTiles, first_);
-          uint32_t const end = cute::min((from.number + 1) * kSliceTiles, kSplits ? first_ + depth_ : shard_depth_);
-          CUTE_NO_UNROLL
-          for (uint32_t k = begin; k < end; ++k) {
-            uint64_t& full = storage_.full[stage.index];
-            Barrier::wait(storage_.empty[stage.index], stage.phase ^ 1);
+        if (elected && block_ == 0 && slice == take_at) taken = spaces_.take();
+        uint32_t const begin = cute::max(from.number * kSliceTiles, first_);
+        uint32_t const end = cute::min((from.number + 1) * kSliceTiles, kSplits ? first_ + depth_ : shard_depth_);
+        CUTE_NO_UNROLL
+        for (uint32_t k = begin; k < end; ++k) {
+          uint64_t& full = storage_.full[stage.index];
+          Barrier::wait(storage_.empty[stage.index], stage.phase ^ 1);
+          if (elected) {
             Barrier::expect(full, bytes_a + kStageB);
             if (loads_a) {
               load_<kSharesN, kBlockM, kBlockM, DG_A_K_MAJOR>(
@@ -602,10 +606,11 @@ class Kernel {
             load_<kSharesM, kBlockN, kLoadedN, DG_B_K_MAJOR>(
                 params_.b, storage_.b[stage.index], full, kBlockN / kSharesM, share_b, share_a * kClusterM, 1, k,
                 tile.column, matrix_b);
-            stage.advance();
           }
-          if (block_ == 0 && slice == pass_at) pass_on_(taken, number);
+          __syncwarp();
+          stage.advance();
         }
+        if (elected && block_ == 0 && slice == pass_at) pass_on_(taken, number);
         __syncwarp();
       }
     }
