@@ -260,7 +260,7 @@ def test_flags_of_tiles_that_span_shards() -> None:
         for sender, rows, piece in itertools.product(range(3), ("0 to 31", "32 to 39"), range(3))
     ]
     assert [gemm.slot_of(number, 1) for number in range(gemm.flags)] == wanted
-    assert gemm.slot_bytes == 120 * 640 * 2
+    assert gemm.slot_bytes == 120 * 3 * 512
     gemm = RankGemm(dataclasses.replace(traits, pattern="gemm+rs", sends=False), (1, 2), 3 * 32, 328, 640, spans=True)
     what = "the partial sum of this rank's rows of tile (0, {}) of D"
     parts = [column // 2 for column in range(8)]  # each tile has two
@@ -401,8 +401,8 @@ def test_descriptors_and_slots_lie_within_the_memory(pattern: str) -> None:
         for buffer, descriptor in enumerate(params.received):
             found = Recorded.from_buffer_copy(descriptor)
             start = (3 << 40) + spaces.slots + buffer * spaces.slots_of_buffer
-            assert (found.address, *found.extents) == (start, gemm.k, gemm.m, 2)
-            assert found.strides[1] * 2 <= spaces.slots_of_buffer
+            assert (found.address, *found.extents) == (start, 256, gemm.m, 2 * 3)  # shards, slices of each
+            assert found.strides[1] * 2 * 3 <= spaces.slots_of_buffer
 
 
 @pytest.mark.usefixtures("_driver")

@@ -114,7 +114,7 @@ def test_slots_and_flags_lie_behind_each_other() -> None:
     assert both.flags == 2 * gemm.flags
     gather = RankGemm(GATHER, (1, 2, 3), 300, 500, 640)
     assert gather.flags == 3 * 10 * 3  # peers, rows of pieces, slices of 256
-    assert gather.slot_bytes == 3 * 300 * 640 * 2
+    assert gather.slot_bytes == 3 * 300 * 3 * 512
     for each in (gemm, both, gather):
         space = Space((), 0, each.flags, each.slot_bytes)
         assert space.flags_at >= Control.begun.offset + 72 * 8

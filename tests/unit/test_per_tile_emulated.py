@@ -51,6 +51,12 @@ def described(descriptor: structs.Descriptor) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.bfloat16).as_strided(shape, strides)
 
 
+def of_slice(matrix: Tensor, columns: slice) -> Tensor:
+    """A slice, and zeros behind the last column of the matrix."""
+    found = matrix[:, columns]
+    return torch.nn.functional.pad(found, (0, PIECE_BYTES // 2 - found.shape[1]))
+
+
 class Ranks:
     """The ranks of a pattern, each with its tensors and its workspace."""
 
@@ -86,11 +92,12 @@ class Ranks:
             first = peer * m if self.pattern == "a2a+gemm" else 0
             slots = self.memory[peer][params.workspaces.slots // 2 :]  # of the first buffer
             shard = rank if gemm.spans else piece.distance - 1
-            slots = slots[shard * m * gemm.k :][: m * gemm.k].view(m, gemm.k)
+            slots = slots[: gemm.slot_bytes // 2].view(-1, params.slices, gemm.m, PIECE_BYTES // 2)
+            slots = slots[0, :, shard * m : (shard + 1) * m] if gemm.spans else slots[shard]
             rows = slice(piece.row * PIECE_ROWS, min(piece.row * PIECE_ROWS + PIECE_ROWS, m))
             columns = slice(piece.slice * PIECE_BYTES // 2, (piece.slice + 1) * PIECE_BYTES // 2)
-            assert slots[rows, columns].isnan().all()
-            slots[rows, columns] = own[first : first + m][rows, columns]
+            assert slots[piece.slice, rows].isnan().all()
+            slots[piece.slice, rows] = of_slice(own[first : first + m], columns)[rows]
 
     def product(self, rank: int, tile: Tile) -> Tensor:
         """A tile's sum over its slices."""
@@ -104,9 +111,10 @@ class Ranks:
         for number in range(count):
             distance, piece = gemm.pieces.slice_of_sum(number) if from_holders else (tile.distance, number)
             k, owner = slice(piece * PIECE_BYTES // 2, (piece + 1) * PIECE_BYTES // 2), (rank + distance) % self.ranks
-            if gemm.traits.gathers and (distance or gemm.spans):
+            receives = gemm.traits.gathers and (distance or gemm.spans)
+            if receives:
                 assert received is not None
-                of_a = received[0 if gemm.spans else distance - 1]
+                of_a = received[(0 if gemm.spans else distance - 1) * params.slices + piece]
             else:
                 by_rows = self.pattern in {"gemm+rs", "gemm+ar", "a2a+gemm"} and not (
                     gemm.by_columns or gemm.traits.one_shot or gemm.spans
@@ -115,7 +123,8 @@ class Ranks:
             of_b = b[owner if self.pattern in {"gemm+a2a", "a2a+gemm"} or gemm.by_columns else 0]
             of_a = of_a if gemm.traits.a_major == "k" else of_a.T
             of_b = of_b if gemm.traits.b_major == "k" else of_b.T
-            total = total + of_a[tile.rows, k].float() @ of_b[tile.columns, k].float().T
+            of_k = of_a if receives else of_slice(of_a, k)
+            total = total + of_k[tile.rows].float() @ of_slice(of_b, k)[tile.columns].float().T
         return total
 
     def slot(self, distance: int, tile: Tile, results: bool = False) -> int:

@@ -187,7 +187,7 @@ struct Terms {
 struct alignas(128) Params {
   // TMA descriptors, each of (contiguous mode, other mode, number of the matrix)
   CUtensorMap a, b, d;
-  CUtensorMap received[2];  // shards of A, in the slots of each buffer of the workspace
+  CUtensorMap received[2];  // slices of shards of A, in the slots of each buffer of the workspace
   CUtensorMap gathered;     // all of A, in a tensor of the caller
   TileOrder order;
   PieceOrder pieces;
@@ -529,6 +529,10 @@ class Kernel {
   CUTE_DEVICE uint32_t received_(uint32_t distance, uint32_t sender = 0) const {
     return spans_() ? sender : distance - 1;
   }
+  // The slot of a row of a slice of a matrix that a rank receives. A piece is contiguous.
+  CUTE_DEVICE uint64_t received_at_(uint32_t matrix, uint32_t slice, uint32_t row) const {
+    return ((uint64_t(matrix) * params_.slices + slice) * params_.m + row) * kPieceBytes;
+  }
   // The flag of a piece of a shard that a rank receives.
   CUTE_DEVICE uint32_t piece_slot_(uint32_t shard, uint32_t row, uint32_t slice) const {
     return (shard * params_.pieces.rows + row) * params_.slices + slice;
@@ -583,7 +587,9 @@ class Kernel {
         uint32_t const of_shard = kFromHolders ? rank_at_(from.distance) : of_tile;
         // This rank has A of all shards.
         bool const of_all = kFromHolders || (kReduces && !by_columns_() && !spans_());
-        uint32_t const matrix_a = receives ? received_(from.distance) : of_all ? of_shard : 0;
+        uint32_t const matrix_a =
+            receives ? received_(from.distance) * params_.slices + from.number : of_all ? of_shard : 0;
+        uint32_t const first_of_a = receives ? from.number * kSliceTiles : 0;  // a matrix of the received A is a slice
         uint32_t const matrix_b = kToOwners || kFromHolders || by_columns_() ? of_shard : 0;
         bool const known = slice < first_slice + 32 && arrived >> (slice - first_slice) & 1;
         if (receives && inside && !known) {
@@ -601,7 +607,8 @@ class Kernel {
             Barrier::expect(full, bytes_a + kStageB);
             if (loads_a) {
               load_<kSharesN, kBlockM, kBlockM, DG_A_K_MAJOR>(
-                  map_a, storage_.a[stage.index], full, params_.loaded_m, share_a, share_b, kClusterM, k, tile.row, matrix_a);
+                  map_a, storage_.a[stage.index], full, params_.loaded_m, share_a, share_b, kClusterM, k - first_of_a,
+                  tile.row, matrix_a);
             }
             load_<kSharesM, kBlockN, kLoadedN, DG_B_K_MAJOR>(
                 params_.b, storage_.b[stage.index], full, kBlockN / kSharesM, share_b, share_a * kClusterM, 1, k,
@@ -698,9 +705,11 @@ class Kernel {
       int64_t const first_row = kFromHolders ? int64_t(peer) * params_.m : 0;
       auto const* const from = reinterpret_cast<uint8_t const*>(params_.shard) + first_row * pitch + column;
       uint32_t const shard = received_(piece.distance, spaces_.rank);
-      uint64_t const to = spaces_.slot(peer, clock.buffer(), shard * params_.rank_rows * row_bytes + column);
+      uint64_t const to = spaces_.slot(
+          peer, clock.buffer(), spans_() ? received_at_(0, piece.slice, shard * params_.rank_rows) : received_at_(shard, piece.slice, 0));
       auto const load = [&](int32_t row, uint32_t use) {
         int32_t const rows = cute::min(int32_t(kCopyRows), end - row);
+        if (bytes < kPieceBytes) clear_behind_(storage_.copied[use % 2], bytes);
         if (lane() == 0) Barrier::expect(storage_.arrived[use % 2], rows * bytes);
         __syncwarp();
         if (int32_t(lane()) < rows) {
@@ -718,11 +727,10 @@ class Kernel {
         }
         if (lane() == 0 && row == begin && piece.distance) pacing.wait((end - begin) * bytes);
         Barrier::wait(storage_.arrived[uses.index()], uses.phase());
-        __syncwarp();
-        if (int32_t(lane()) < cute::min(int32_t(kCopyRows), end - row)) {
+        if (lane() == 0) {
           SM90_BULK_COPY_S2G::copy(
-              storage_.copied[uses.index()] + lane() * kPieceBytes,
-              reinterpret_cast<void*>(to + (row + lane()) * row_bytes), bytes);
+              storage_.copied[uses.index()], reinterpret_cast<void*>(to + row * kPieceBytes),
+              cute::min(int32_t(kCopyRows), end - row) * kPieceBytes);
         }
         commit();
       }
@@ -733,6 +741,16 @@ class Kernel {
         Workspaces::set(spaces_.flag(peer, clock.buffer(), piece_slot_(shard, piece.row, piece.slice)), clock.epoch());
       }
     }
+  }
+
+  // Clears what lies behind so many bytes of each row of a piece. B is 0 there, but 0 times NaN is NaN.
+  CUTE_DEVICE static void clear_behind_(uint8_t* rows, uint32_t bytes) {
+    if (lane() < kCopyRows) {
+      for (uint32_t at = lane() * kPieceBytes + bytes; at < (lane() + 1) * kPieceBytes; at += 16) {
+        *reinterpret_cast<uint4*>(rows + at) = {0, 0, 0, 0};
+      }
+    }
+    fence_shared();
   }
 
   // Takes peers' results from slots to D, two subtiles at a time. One thread; where it adds terms, a warp.

@@ -233,7 +233,7 @@ class RankGemm:
     def slot_bytes(self) -> int:
         """Bytes of slots in each buffer of a workspace."""
         if self.traits.gathers:
-            return len(self.pieces.receivers) * self.rank_rows * self.k * BYTES[self.traits.dtype]
+            return len(self.pieces.receivers) * self.rank_rows * self.pieces.slices * PIECE_BYTES
         return self.flags * self.traits.part_bytes
 
     @property
@@ -350,12 +350,12 @@ def params_of(
     rows_of_d = WARP_ROWS if gemm.spans and not traits.gathers else SUBTILE_ROWS  # that are stored at a time
     _describe(params.d, "D", d, traits.out_dtype, of["d"], rows_of_d)
     if traits.gathers:
-        extents = (gemm.k, gemm.m, 1 if gemm.spans else max(gemm.ranks - 1, 1))
+        wide = PIECE_BYTES // BYTES[traits.dtype]
+        matrices = 1 if gemm.spans else max(gemm.ranks - 1, 1)
         for buffer, descriptor in enumerate(params.received):
             slots = space.bases[space.rank] + space.slots_at + buffer * space.slots_of_buffer
-            structs.describe(
-                descriptor, "the received A", slots, traits.dtype, extents, gemm.k, gemm.m * gemm.k, share_a
-            )
+            extents = (wide, gemm.m, matrices * gemm.pieces.slices)
+            structs.describe(descriptor, "the received A", slots, traits.dtype, extents, wide, gemm.m * wide, share_a)
         params.pieces = structs.Pieces.of(gemm.pieces)
     if gathered is not None:
         _describe(params.gathered, "the gathered A", gathered, traits.dtype, of["gathered"], traits.block_tile[0])
