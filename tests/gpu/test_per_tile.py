@@ -10,7 +10,7 @@ import torch
 
 from distgemm.gemm.per_tile.bind import MAX_TICKETS, RankGemm
 from distgemm.gemm.per_tile.epochs import EPOCHS, TICKET_BITS, buffer_of
-from distgemm.gemm.per_tile.kernel import GATHERING, KernelTraits
+from distgemm.gemm.per_tile.kernel import GATHERING, PIECE_BYTES, KernelTraits
 from distgemm.gemm.per_tile.local import LocalRanks
 
 pytestmark = pytest.mark.gpu(1)
@@ -505,6 +505,13 @@ def test_many_replays(pattern: str, epoch: int) -> None:
         check(there, calls)
 
 
+def slices_of(shard: torch.Tensor) -> torch.Tensor:
+    """A shard of A as it lies in slots: slice by slice, with zeros behind the last column."""
+    wide = PIECE_BYTES // shard.element_size()
+    padded = torch.nn.functional.pad(shard, (0, -shard.shape[1] % wide))
+    return padded.unflatten(1, (-1, wide)).transpose(0, 1).flatten()
+
+
 @pytest.mark.parametrize(("pattern", "kind"), CASES, ids=str)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_rank_alone(pattern: str, kind: tuple, ranks: int) -> None:
@@ -521,7 +528,7 @@ def test_a_rank_alone(pattern: str, kind: tuple, ranks: int) -> None:
         one, size = torch.ones((), device="cuda", dtype=torch.bfloat16), gemm.slot_bytes
         first = space.slots_at + buffer * space.slots_of_buffer
         m, sends = gemm.m, gemm.traits.sends
-        sent = torch.cat([peer["a"][:m].flatten() for peer in peers]) if sends else one  # rank 0's rows, or all
+        sent = torch.cat([slices_of(peer["a"][:m]) for peer in peers]) if sends else one  # rank 0's rows, or all
         memory[0][first : first + size].view(torch.bfloat16).copy_(sent)
         a, b = call["a"].double(), call["b"].double()
         if pattern == "ag+gemm":
@@ -544,10 +551,9 @@ def test_a_rank_alone(pattern: str, kind: tuple, ranks: int) -> None:
             assert (flags == epoch).sum() == gemm.flags // (ranks - 1)
             assert (flags.unique() - epoch).count_nonzero() <= 1
             if sends:
-                rows = call["a"] if pattern == "ag+gemm" else call["a"][rank * m : (rank + 1) * m]
-                begin = space.slots_at + buffer * space.slots_of_buffer + (distance - 1) * rows.nbytes
-                found = memory[rank][begin : begin + rows.nbytes].view(torch.bfloat16)
-                assert torch.equal(found.view_as(rows), rows)
+                wanted = slices_of(call["a"] if pattern == "ag+gemm" else call["a"][rank * m : (rank + 1) * m])
+                begin = space.slots_at + buffer * space.slots_of_buffer + (distance - 1) * wanted.nbytes
+                assert torch.equal(memory[rank][begin : begin + wanted.nbytes].view(torch.bfloat16), wanted)
 
 
 def test_almost_as_many_tiles_as_tickets() -> None:
