@@ -385,8 +385,10 @@ class Kernel {
     if (counts) atomicAdd(&spaces_.control(spaces_.rank).running, 1u);
     mute_ = spaces_.dead(kMute);
     __syncwarp();
+    if constexpr (kCluster > 1) cluster_arrive_relaxed();
+    if (warp == 3 && elect_one_sync()) fetch_first_();
+    __syncwarp();
     if constexpr (kCluster > 1) {
-      cluster_arrive_relaxed();
       cluster_wait();
     } else {
       __syncthreads();
@@ -431,6 +433,21 @@ class Kernel {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 
+  // Fetches the first stages of B into L2 before it is known which tile comes first: all clusters together take the
+  // first tickets, and fetch what these need.
+  CUTE_DEVICE void fetch_first_() const {
+    uint32_t const number = blockIdx.x / kCluster;
+    if (!DG_B_K_MAJOR || number >= order_.clusters()) return;
+    TileCluster const first = order_.at<kGathers>(number);
+    Tile const tile = product_of_(first);
+    uint32_t const share = kSplits ? 0 : block_ % kClusterM, rows = kBlockN / kSharesM;
+    int32_t const row = tile.column * kBlockN + share * rows;
+    int32_t const matrix = b_of_(rank_at_(kFromHolders ? 0 : tile.distance));
+    uint32_t const end = first_ + cute::min(depth_, uint32_t(kStages));
+    CUTE_NO_UNROLL
+    for (uint32_t k = first_; k < end; ++k) SM90_TMA_LOAD_3D::PREFETCH::copy(&params_.b, int32_t(k * kTileK), row, matrix);
+  }
+
   // ---------------------------------------------------------------- tickets
 
   // Gives a ticket to all blocks of the cluster, as the ticket of this number. Each cluster takes one beyond the last
@@ -464,9 +481,9 @@ class Kernel {
   CUTE_DEVICE bool exists_(Ticket const& ticket) const { return ticket.clock.ticket() < order_.clusters(); }
   CUTE_DEVICE Tile tile_(Ticket const& ticket) const { return Tile::of(ticket.cluster(), block_); }
   // What this block multiplies: row and column count by kBlockM and kBlockN.
-  CUTE_DEVICE Tile product_(Ticket const& ticket) const {
-    if constexpr (!kSplits) return tile_(ticket);
-    TileCluster const cluster = ticket.cluster();
+  CUTE_DEVICE Tile product_(Ticket const& ticket) const { return product_of_(ticket.cluster()); }
+  CUTE_DEVICE Tile product_of_(TileCluster const& cluster) const {
+    if constexpr (!kSplits) return Tile::of(cluster, block_);
     return {cluster.distance, cluster.block, cluster.column};
   }
   CUTE_DEVICE bool finishes_() const { return block_ < kTiles; }  // a tile
@@ -506,6 +523,8 @@ class Kernel {
   // Whether shards of D are columns, and not rows.
   CUTE_DEVICE bool by_columns_() const { return kAllReduces && params_.by_columns; }
   CUTE_DEVICE uint32_t rank_at_(uint32_t distance) const { return (spaces_.rank + distance) % spaces_.ranks; }
+  // Which of the matrices of B's descriptor is that of a rank's shard.
+  CUTE_DEVICE uint32_t b_of_(uint32_t rank) const { return kToOwners || kFromHolders || by_columns_() ? rank : 0; }
   // Which of the matrices of a descriptor, one for each shard, is that of the rank so far behind this one.
   CUTE_DEVICE int32_t matrix_(uint32_t distance) const { return spans_() ? 0 : rank_at_(distance); }
 
@@ -590,7 +609,7 @@ class Kernel {
         uint32_t const matrix_a =
             receives ? received_(from.distance) * params_.slices + from.number : of_all ? of_shard : 0;
         uint32_t const first_of_a = receives ? from.number * kSliceTiles : 0;  // a matrix of the received A is a slice
-        uint32_t const matrix_b = kToOwners || kFromHolders || by_columns_() ? of_shard : 0;
+        uint32_t const matrix_b = b_of_(of_shard);
         bool const known = slice < first_slice + 32 && arrived >> (slice - first_slice) & 1;
         if (receives && inside && !known) {
           first_slice = slice;
