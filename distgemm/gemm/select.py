@@ -17,7 +17,7 @@ The rate of a tile is its share of the throughput of the fastest tile (:mod:`dis
 of A and of B that are read from L2: each cluster reads its rows once for all its blocks. More than ``MERGED_READS``
 clusters that read the same rows at once cost no more. Clusters that go beyond D take longer, though their loads are
 fewer. If GEMMs alternate on several streams, waves are not rounded up: the next GEMM fills the last wave. An H100 and
-an H200 measured all of this (``docs/measurements.md``). For fp8, loads do not count.
+an H200 measured all of this (``docs/measurements_parts.md``). For fp8, loads do not count.
 
 Tiles that run at once read rows of A and B. Where they have fewer distinct ones in another order of tiles than in
 CUTLASS's own, that order is selected, unless it needs more tiles.

@@ -332,15 +332,15 @@ def test_ratios_are_what_the_files_say(page: str, file: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "file",
+    ("page", "file"),
     [
-        "executions_4xh200",
-        "executions_few_4xh200",
-        "executions_all_to_all_4xh200",
+        ("measurements.md", "executions_4xh200"),
+        ("measurements.md", "executions_few_4xh200"),
+        ("measurements_parts.md", "executions_all_to_all_4xh200"),
     ],
 )
-def test_the_tables_of_executions_are_what_the_files_say(file: str) -> None:
-    rows, said = reference(f"{file}.json"), block("measurements.md", f"executions {file}")
+def test_the_tables_of_executions_are_what_the_files_say(page: str, file: str) -> None:
+    rows, said = reference(f"{file}.json"), block(page, f"executions {file}")
     table = cells(said)
     peers = [min(row["NCCL"], row["torch"]) / row["ours"] for row in rows.values()]
     assert len(table) == len(rows)
@@ -354,10 +354,10 @@ def test_the_tables_of_executions_are_what_the_files_say(file: str) -> None:
 def test_the_other_tables_are_what_the_files_say() -> None:
     gemms = result("gemm_h200.json")["rows"]
     ratios = [row["tflops"]["cutlass"] / row["tflops"]["cublas"] for row in gemms]
-    assert f"{mean(ratios):.3f} of cuBLAS's rate" in block("measurements.md", "gemms_outcome")
-    assert len(cells(block("measurements.md", "gemms"))) == len(gemms)
+    assert f"{mean(ratios):.3f} of cuBLAS's rate" in block("measurements_parts.md", "gemms_outcome")
+    assert len(cells(block("measurements_parts.md", "gemms"))) == len(gemms)
     host = result("host_time_2xh200.json")["rows"]
-    table = cells(block("measurements.md", "host_time"))
+    table = cells(block("measurements_parts.md", "host_time"))
     assert [row[1] for row in table] == [f"{row['us']['call']:.0f}" for row in host]
 
 
@@ -374,7 +374,7 @@ def test_results_are_small_and_each_is_read() -> None:
 
 def test_full_results_are_in_the_history() -> None:
     """Every raw file that the measurements name is in a commit that they name, or in the folder."""
-    page = read("measurements.md")
+    page = "".join(map(read, ("measurements.md", "measurements_parts.md", "tests_on_gpus.md")))
     there = {path.name for path in (DOCS.parent / "benchmarks" / "results").iterdir()}
     for commit in set(re.findall(r"git show (\w{7}):benchmarks/results/", page)):
         git = ["git", "-C", str(DOCS.parent), "ls-tree", "--name-only", f"{commit}:benchmarks/results"]
