@@ -216,8 +216,9 @@ def load(path: str | Path) -> Result:
             for each in row["methods"]:
                 if not all(isinstance(each[name], str) for name in ("name", "kind", "detail", "error")):
                     raise TypeError
+        _resumptions(found)
     except KeyError as error:
-        raise ValueError(f"{path} is not what distgemm bench --json wrote: a row or method lacks {error}") from None
+        raise ValueError(f"{path} is not what distgemm bench --json wrote: a part of it lacks {error}") from None
     except (TypeError, AttributeError):
         raise ValueError(f"{path} is not what distgemm bench --json wrote: a field has a wrong type") from None
     except ValueError as error:
@@ -263,6 +264,15 @@ def notes(result: Result) -> list[str]:
     found.append("quack: " + (f"{quack}{'' if result['peers'] else ', not measured'}" if quack else "not installed"))
     if not result["complete"]:
         found.append(f"the run was cut short: {len(result['rows'])} of {result['planned']} rows")
+    return found + _resumptions(result)
+
+
+def _resumptions(result: Result) -> list[str]:
+    """A line about each resumption of a run."""
+    found = []
+    for each in result.get("resumptions", []):
+        ratios = ", ".join(f"{anchor['row']} {anchor['ratio']:.3f}" for anchor in each["anchors"])
+        found.append(f"resumed {each['date']}; new time / old time of rows that were measured again: {ratios or '-'}")
     return found
 
 

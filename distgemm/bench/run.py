@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from distgemm.bench.anchors import compare_anchors, job_of, resumed, select_anchors
 from distgemm.bench.cases import Job
 from distgemm.bench.methods import (
     auto_method,
@@ -49,7 +50,7 @@ class Settings(NamedTuple):
         tune: measure tuned configurations before each case.
         timelines: also record kernels and copies of this library's methods on each rank.
         command: the command line, for the file.
-        before: a result of these ranks, whose rows come first; None: there is none.
+        before: a result of these ranks, whose rows come first; None: there is none. Its anchors are measured again.
     """
 
     rounds: int
@@ -71,12 +72,13 @@ def run_rank(jobs: list[Job], settings: Settings, path: Path) -> dict[str, Any]:
         path: the file that rank 0 writes after each case.
 
     Returns:
-        The result, the same on all ranks.
+        The result, the same on all ranks; or, if anchors have other times than before, only the reason in "refused".
     """
     group = dist.group.WORLD
     assert group is not None
     device = torch.device("cuda", torch.cuda.current_device())
     first = dist.get_rank() == 0
+    facts = about(device)
     result: dict[str, Any] = {
         "benchmark": "distgemm bench",
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -86,24 +88,36 @@ def run_rank(jobs: list[Job], settings: Settings, path: Path) -> dict[str, Any]:
         "peers": settings.peers,
         "planned": len(jobs),
         "complete": False,
-        "about": about(device),
+        "about": facts,
+        "resumptions": [],
         "rows": [],
     }
-    if settings.before is not None:
-        check_machine(result["about"], settings.before["about"])
-        result["rows"] += settings.before["rows"]
-        result["planned"] += len(result["rows"])
     with Stalls(dist.get_rank()) as stalls:
-        for number, job in enumerate(jobs, 1):
+
+        def measured(job: Job, settings: Settings, at: str) -> dict[str, Any]:
             begin = time.perf_counter()
+            row = run_case(job, settings, group, device, say=lambda doing: stalls.now(f"{at} {job.case}: {doing}"))
+            return row | {"seconds": round(time.perf_counter() - begin, 1)}
 
-            def say(doing: str, at: str = f"[{number}/{len(jobs)}] {job.case}") -> None:
-                stalls.now(f"{at}: {doing}")
-
-            row = run_case(job, settings, group, device, say=say)
+        if settings.before is not None:
+            check_machine(facts, settings.before["about"])
+            pairs = []
+            for number, old in enumerate(anchors := select_anchors(settings.before["rows"]), 1):
+                # "auto" may select something else by now, and what is tuned would stay if the run is refused.
+                fewer = settings._replace(auto=False, tune=False, timelines=False)
+                new = measured(job_of(old), fewer, f"anchor [{number}/{len(anchors)}]")
+                pairs.append((old, new))
+                free(device)
+                if first:
+                    print(f"anchor {progress(new, number, len(anchors))}", file=sys.stderr, flush=True)
+            try:
+                result = resumed(result, settings.before, compare_anchors(pairs))
+            except ValueError as error:
+                return {"refused": f"--resume: {error}"}
+        for number, job in enumerate(jobs, 1):
+            row = measured(job, settings, f"[{number}/{len(jobs)}]")
             if first and number == 1:
-                result["about"]["clocks"] = clocks()  # while the GPUs are warm
-            row["seconds"] = round(time.perf_counter() - begin, 1)
+                facts["clocks"] = clocks()  # while the GPUs are warm
             result["rows"].append(row)
             result["complete"] = number == len(jobs)
             free(device)

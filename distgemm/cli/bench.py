@@ -225,6 +225,9 @@ def measure(
         path: the file that rank 0 writes after each row.
         timeout: seconds.
         json, pictures: what --json and -o give.
+
+    Raises:
+        ValueError: if the ranks refuse to continue a file, whose rows were measured at another speed.
     """
     from distgemm.bench.run import run_rank
     from distgemm.runtime.launch import launch
@@ -243,6 +246,8 @@ def measure(
                 say(f"error: {failed}")
                 raise typer.Exit(1) from None
             result = load(path)
+    if "refused" in result:
+        raise ValueError(result["refused"])
     if first:
         _report(result, None if json == path else json, pictures)
     if failed:

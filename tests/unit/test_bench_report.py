@@ -176,6 +176,8 @@ def test_a_file_with_times_alone(tmp_path: Path) -> None:
         lambda found: found["rows"][0].pop("tp"),
         lambda found: found["rows"][0]["methods"][0].update(name=3),
         lambda found: found["rows"][0]["methods"][0].update(detail=3),
+        lambda found: found.update(resumptions=[{"date": "", "anchors": [{"row": "x"}]}]),
+        lambda found: found.update(resumptions=[{"date": "", "anchors": [{"row": "x", "ratio": "1"}]}]),
     ],
 )
 @pytest.mark.parametrize("command", ["bench", "tune"])
