@@ -1,10 +1,12 @@
 """Compares the model of per-tile kernels with measurements, and predicts what was not measured.
 
     python benchmarks/per_tile_model.py --json FILE
-    python benchmarks/per_tile_model.py --executions FILE     with what `distgemm bench --executions` has measured
+    python benchmarks/per_tile_model.py --fit                 fit the constants of the model: 30 minutes
+    python benchmarks/per_tile_model.py --executions FILE     only compare with a file of `distgemm bench --executions`
 
 It needs no GPU. Errors are those of the fastest kernel of each row. The roof is the longer of the best GEMM alone and
-the bytes at 376 GB/s. Predictions are of the fastest kernel by the model.
+the bytes at 376 GB/s. Predictions are of the fastest kernel by the model. "selected" says what `schedule="auto"` costs
+where nothing is recorded or measured: the time of what it predicts to be the fastest, over the fastest of all methods.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from math import inf, log, sqrt
 from pathlib import Path
 from statistics import geometric_mean, mean
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,140 +30,231 @@ from numpy.typing import NDArray
 from distgemm.bench import report
 from distgemm.gemm.per_tile import model, select
 from distgemm.gemm.per_tile.bind import SMS, RankGemm
-from distgemm.gemm.per_tile.kernel import KernelTraits
-from distgemm.gemm.per_tile.model import Costs, TileCosts, TileTimes, predict_per_tile
-from distgemm.gemm.per_tile.select import CONFIGS, traits_of
-from distgemm.plan import GemmProblem
+from distgemm.gemm.per_tile.model import Costs, TileCosts, predict_per_tile
+from distgemm.plan import GemmProblem, PlanError
+from distgemm.schedulers import Pattern
 from distgemm.simulator import Machine
+from distgemm.simulator.machine import MAX_FIGURE, Rate
 from distgemm.tune import TunedConfig
+from distgemm.tune.candidates import predictions as all_predictions
 
 RESULTS = Path(__file__).parent / "results"
-TP = 8
 LINK_GB_PER_S = 376.0
 RANKS = (2, 4, 8)
-MEASURED = ("per_tile_later_h100", "per_tile_later_2xh100")
-"""Files with the times of the present kernels."""
-FITTED = ("ticket", "stored", "sum_subtile", "write_subtile", "take")
-NOTHING: Mapping[str, float] = MappingProxyType({})
-LOCAL_STORED_US = 1.0
-"""From a store to local memory until it is known to be complete."""
-SCHEDULES = {"co": "cooperative", "pp": "pingpong"}
+KERNELS = "per_tile_4xh200"
+"""The file of benchmarks/per_tile.py that constants are fitted to: the times of all kernels."""
+EXECUTIONS = ("executions_4xh200", "executions_few_4xh200")
+"""Files of distgemm bench, with the fastest kernels beside all other methods."""
+HOT, LATER = 0.86, 3.9
+"""The rate of the GPU at its power limit in KERNELS, as a share of the machine's, and what a replay takes longer, us:
+benchmarks/per_tile.py launches one kernel behind the other, and one process launches those of all GPUs in turn.
+distgemm bench pauses, and has a process for each GPU. Fitted."""
+SCHEDULES: Mapping[Pattern, str] = MappingProxyType(
+    {
+        "ag+gemm": "all_gather_1d_tiling_cd_rotating_a",
+        "gemm+rs": "reduce_scatter_1d_pairwise_a",
+        "gemm+ar": "all_reduce_1d_pairwise_a",
+    }
+)
+OTHERS = {"columns": "all_reduce_1d_tiling_b_rotating_c", "one": "all_reduce_1d_one_shot_a"}
+FITTED = ("start", "ticket", "stored", "flag", "sum_subtile", "write_subtile", "take", "split_share")
+SHARES = ("MEMORY_SHARE", "LINK_SHARE")
+KINDS = {"co": "cooperative", "pp": "pingpong"}
+LABEL = re.compile(
+    r"(?P<tile>\d+x\d+)_(?P<cluster>\dx\d)_(?P<kind>co|pp)(?P<split>_split_\d)?_s\d+_b\d+_?(?P<other>\w+)?"
+)
+"""Kernels in files of benchmarks/per_tile.py."""
 
 
-def gemm_of(row: dict[str, Any], traits: KernelTraits, ranks: int) -> RankGemm:
-    return RankGemm(traits, tuple(range(1, ranks)), row["m"] // ranks, row["n"], row["k"])
+class Kernel(NamedTuple):
+    """A kernel and its time, us."""
+
+    name: str
+    gemm: RankGemm
+    us: float
 
 
-Row = tuple[dict[str, Any], dict[str, float], dict[str, TileTimes]]
+def costs() -> Costs:
+    return Costs(Machine.load("h200"))
 
 
-def measured(file: str, changed: Mapping[str, float] = NOTHING) -> Iterator[Row]:
-    """Each row of a file, with measured and predicted times of its kernels.
+def hot(usual: Costs, share: float, later: float) -> Costs:
+    """The costs in KERNELS: of a GPU that is always at its power limit, with such a share of the rate."""
+    rate = usual.machine.rates["bfloat16"]
+    rates = {"bfloat16": Rate(rate.peak, rate.power * share)}
+    return replace(usual, start=usual.start + later, machine=replace(usual.machine, boost=MAX_FIGURE, rates=rates))
 
-    The fastest kernel of a row was measured twice: the geometric mean counts. Some cooperative ones were measured
-    a third time as they are now, "no borrow": that time counts.
-    """
-    found = json.loads((RESULTS / f"{file}.json").read_text())
-    alone = found["gpus"] == 1
-    costs = replace(Costs(Machine.load("h100")), **{**changed, **({"stored": LOCAL_STORED_US} if alone else {})})
+
+def measured_kernels() -> Iterator[tuple[dict[str, Any], list[Kernel]]]:
+    """Each row of KERNELS and its kernels."""
+    found = json.loads((RESULTS / f"{KERNELS}.json").read_text())
+    ranks = found["gpus"]
     for row in found["rows"]:
-        if row["layer"] == "tiny":
-            continue
-        times = {label: us for label, us in row["us"].items() if label.count("_") == 4}  # the others are variants
-        best = min(times, key=times.__getitem__)
-        twice = geometric_mean([times[best], row["us"].get("again", times[best])])
-        times[best] = row["us"].get("no borrow", twice)
-        predicted: dict[str, TileTimes] = {}
-        for label in times:
-            tile, cluster, schedule, _, stages = label.split("_")
-            traits = traits_of(f"{tile}x64_{cluster}_{SCHEDULES[schedule]}", row["pattern"])
-            traits = replace(traits, sends=traits.sends and not alone, epilogue_stages=int(stages[1:]))
-            gemm = gemm_of(row, traits, TP if alone else found["gpus"])
-            predicted[label] = predict_per_tile(gemm, costs, arrived=alone)
-        yield row, times, predicted
+        sizes = (row["n"] * ranks, row["k"]) if row["pattern"] == "ag+gemm" else (row["n"], row["k"] * ranks)
+        kernels = []
+        for label, us in row["us"].items():
+            parts = LABEL.fullmatch(label)
+            assert parts, label
+            config = f"{parts['tile']}x64_{parts['cluster']}_{KINDS[parts['kind']]}{parts['split'] or ''}"
+            schedule = OTHERS.get(parts["other"] or "", SCHEDULES[row["pattern"]])
+            plan = TunedConfig.parse(schedule).plan(GemmProblem(row["m"], *sizes), ranks)
+            kernels.append(Kernel(label, select.gemm_of(plan, config), us))
+        yield row, kernels
 
 
 def fit() -> None:
-    """Fit the constants to all kernels, and print them."""
+    """Fit the constants to per-tile kernels below 3 ms, and print them.
+
+    Of each row, these are those of KERNELS within 20 % of the fastest, and those of EXECUTIONS within 25 %. Weights are
+    1 for the fastest, 0.5 within 10 % of it, and 0.2 for others.
+    """
     from scipy.optimize import least_squares  # only this needs it
 
-    found = (json.loads((RESULTS / f"{file}.json").read_text())["rows"] for file in MEASURED)
-    names = {label.split("_")[0] for rows in found for row in rows for label in row["us"]}
-    tiles = [tile for tile in model.TILES if "{}x{}".format(*tile) in names]
-    start = [*(getattr(Costs(Machine.load("h100")), name) for name in FITTED), model.MEMORY_SHARE]
-    start += [value for tile in tiles for value in model.TILES[tile]]
-    usual = dict(model.TILES)
+    rows = [(True, 1.2, kernels) for _, kernels in measured_kernels()]
+    for file in EXECUTIONS:
+        rows += [(False, 1.25, per_tile_of(row)) for row in report.load(RESULTS / f"{file}.json")["rows"]]
+    used: list[tuple[bool, Kernel, float]] = []
+    for in_kernels, most, kernels in rows:
+        best = min(kernel.us for kernel in kernels)
+        for kernel in kernels:
+            if kernel.us <= min(most * best, 3000.0):
+                weight = 1.0 if kernel.us == best else 0.5 if kernel.us < 1.1 * best else 0.2
+                used.append((in_kernels, kernel, sqrt(weight)))
+    tiles = sorted({kernel.gemm.traits.block_tile for _, kernel, _ in used})
+    usual, start = dict(model.TILES), [*(getattr(costs(), name) for name in FITTED)]
+    start += [*(getattr(model, name) for name in SHARES), HOT, LATER]
+    start += [value for tile in tiles for value in usual[tile]]
 
     def misses(scales: NDArray[np.float64]) -> NDArray[np.float64]:
         values = [x * scale for x, scale in zip(start, scales.tolist(), strict=True)]
-        changed = dict(zip(FITTED, values, strict=False)) | {"flag": values[FITTED.index("stored")]}
-        model.MEMORY_SHARE, rest = values[len(FITTED)], values[len(FITTED) + 1 :]
-        model.TILES = usual | {tile: TileCosts(*rest[3 * i : 3 * i + 3]) for i, tile in enumerate(tiles)}
-        found = []
-        for file in MEASURED:
-            for _, times, predicted in measured(file, changed):
-                for label, us in times.items():
-                    slower = us / min(times.values())
-                    weight = 1.0 if slower == 1.0 else 0.5 if slower < 1.25 else 0.1
-                    found.append(sqrt(weight) * log(predicted[label].time / us))
-        return np.array(found)
+        changed, rest = dict(zip(FITTED, values, strict=False)), values[len(FITTED) :]
+        model.MEMORY_SHARE, model.LINK_SHARE, share, later, *of_tiles = rest
+        model.TILES = usual | {tile: TileCosts(*of_tiles[3 * i : 3 * i + 3]) for i, tile in enumerate(tiles)}
+        model.COOPERATIVE_US = model.TILES[128, 256].overhead
+        there = replace(costs(), **changed)
+        both = there, hot(there, share, later)
+        found = [weight * log(predict_per_tile(x.gemm, both[hotter]).time / x.us) for hotter, x, weight in used]
+        return np.array([*found, *(0.05 * np.log(scales))])  # constants that few kernels depend on stay
 
     ones = np.ones(len(start))
-    done = least_squares(misses, ones, diff_step=0.02, loss="soft_l1", f_scale=0.05, bounds=(0.2, 3.0), max_nfev=12)
-    print(*(f"{x * scale:.3f}" for x, scale in zip(start, done.x, strict=True)), f"cost {done.cost:.4f}")
+    done = least_squares(misses, ones, diff_step=0.03, loss="soft_l1", f_scale=0.06, bounds=(0.3, 3.0), max_nfev=9)
+    values = [round(x * scale, 3) for x, scale in zip(start, done.x.tolist(), strict=True)]
+    names = (*FITTED, *SHARES, "HOT", "LATER")
+    print(dict(zip(names, values, strict=False)))
+    print({tile: values[len(names) + 3 * i : len(names) + 3 * i + 3] for i, tile in enumerate(tiles)})
 
 
-def errors(file: str) -> dict[str, Any]:
-    rows = []
-    for row, times, predicted in measured(file):
-        best = min(times, key=times.__getitem__)
-        selected = min(predicted, key=lambda label: predicted[label].time)
-        about = {key: row[key] for key in ("layer", "pattern", "m")}
-        error = predicted[best].time / times[best] - 1
+def errors_of_kernels() -> dict[str, Any]:
+    """Errors of the fastest kernel of each row, and what the kernel costs that the model selects."""
+    rows, there = [], hot(costs(), HOT, LATER)
+    for row, kernels in measured_kernels():
+        predicted = [predict_per_tile(kernel.gemm, there).time for kernel in kernels]
+        best = min(kernels, key=lambda kernel: kernel.us)
+        selected = kernels[predicted.index(min(predicted))]
+        us = predicted[kernels.index(best)]
         rows.append(
             {
-                **about,
-                "kernel": best,
-                "us": round(times[best], 1),
-                "predicted_us": round(predicted[best].time, 1),
-                "error": round(error, 4),
-                "selected": selected,
-                "selected_costs": round(times[selected] / times[best] - 1, 4),
+                **{key: row[key] for key in ("layer", "pattern", "m")},
+                "kernel": best.name,
+                "us": round(best.us, 1),
+                "predicted_us": round(us, 1),
+                "error": round(us / best.us - 1, 4),
+                "selected": selected.name,
+                "selected_costs": round(selected.us / best.us - 1, 4),
             }
         )
-    absolute = [abs(row["error"]) for row in rows]
-    costs = [row["selected_costs"] for row in rows]
+    return {**summary(rows), "selected_costs_mean": round(mean(row["selected_costs"] for row in rows), 4), "rows": rows}
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
+    found = [row["error"] for row in rows]
+    absolute = [abs(each) for each in found]
     return {
         "mean_abs_error": round(mean(absolute), 4),
         "max_abs_error": max(absolute),
-        "mean_error": round(mean(row["error"] for row in rows), 4),
-        "selected_costs_mean": round(mean(costs), 4),
-        "rows": rows,
+        "mean_error": round(mean(found), 4),
     }
+
+
+def problem_of(row: dict[str, Any]) -> GemmProblem:
+    return GemmProblem(row["m"], row["n"], row["k"])
+
+
+def per_tile_of(row: dict[str, Any]) -> list[Kernel]:
+    """The per-tile kernels of a row of distgemm bench."""
+    found = []
+    for each in row["methods"]:
+        if "execution=per_tile" in each["name"] and each["ms"]:
+            config = TunedConfig.parse(each["name"])
+            gemm = select.gemm_of(config.plan(problem_of(row), row["ranks"]), config.execution.config)
+            found.append(Kernel(each["name"], gemm, each["ms"] * 1e3))
+    return found
+
+
+def errors_of_executions(path: Path) -> dict[str, Any]:
+    """Errors of the fastest per-tile kernel of each row of a file of distgemm bench."""
+    rows = []
+    for row in report.load(path)["rows"]:
+        best = min(per_tile_of(row), key=lambda kernel: kernel.us)
+        error = predict_per_tile(best.gemm, costs()).time / best.us - 1
+        about = {key: row[key] for key in ("model", "layer", "pattern", "m")}
+        rows.append({**about, "us": round(best.us, 1), "error": round(error, 4)})
+    return {**summary(rows), "rows": rows}
+
+
+def selected(path: Path) -> dict[str, Any]:
+    """What `schedule="auto"` costs in the rows of a file if nothing is recorded or measured.
+
+    Its time is that of the method that has the least predicted time. Where just this one was not measured, it is that
+    of the fastest method of the same kind that was.
+    """
+    rows = []
+    for row in report.load(path)["rows"]:
+        times = all_predictions(problem_of(row), row["pattern"], row["ranks"])
+        best = min(times, key=lambda config: (times[config], config.method != "unfused"))
+        ours = {m["name"]: m["ms"] for m in row["methods"] if m["kind"] == report.OURS and m["name"] != "distgemm auto"}
+        unfused = {"nccl": "NCCL + cuBLAS", **{f"{x}-shot": f"torch {x}-shot + cuBLAS" for x in ("one", "two")}}
+        peers = {m["name"]: m["ms"] for m in row["methods"] if m["name"] in unfused.values()}
+        if best.method == "unfused":
+            kind, ms = f"unfused, {best.collective}", peers[unfused[best.collective]]
+        else:
+            kind = best.execution.execution
+            same = {name: ms for name, ms in ours.items() if TunedConfig.parse(name).execution.execution == kind}
+            exact = [ms for name, ms in same.items() if replace(TunedConfig.parse(name), source=best.source) == best]
+            ms = exact[0] if exact else min(same.values())
+        about = {key: row[key] for key in ("model", "layer", "pattern", "m")}
+        costs_more = round(ms / min(*ours.values(), *peers.values()) - 1, 4)
+        rows.append({**about, "selected": kind, "costs": costs_more})
+    found = [1 + row["costs"] for row in rows]
+    return {"mean": round(geometric_mean(found) - 1, 4), "most": round(max(found) - 1, 4), "rows": rows}
 
 
 def predictions() -> Iterator[dict[str, Any]]:
-    alone = {
-        (row["layer"], row["m"]): row["us"]["cublas"]
-        for row in json.loads((RESULTS / "per_tile_h100.json").read_text())["rows"]
-        if "cublas" in row["us"]
-    }
-    for row in json.loads((RESULTS / "per_tile_2xh100.json").read_text())["rows"]:
-        recorded = min(row["recorded"]["cuBLAS alone"], row["recorded"]["CUTLASS alone"])
-        for machine in (Machine.load("h100"), Machine.load("h200")):
-            gpu = machine.name[:4]
-            gemm_us = alone.get((row["layer"], row["m"]), recorded) if gpu == "H100" else recorded
+    """The fastest kernel of each row of EXECUTIONS by the model, with other numbers of ranks, too."""
+    for file in EXECUTIONS:
+        for row in report.load(RESULTS / f"{file}.json")["rows"]:
+            m, n, k = row["local"]
+            gathers = row["pattern"] == "ag+gemm"
+            gemm_us = 1e3 * min(x["ms"] for x in row["methods"] if x["name"] in {"cuBLAS alone", "CUTLASS alone"})
+            sent = 2 * m * (k if gathers else n) * (2 if row["pattern"] == "gemm+ar" else 1)
             for ranks in RANKS:
+                problem = GemmProblem(m, n * ranks if gathers else n, k if gathers else k * ranks)
+                schedules = [SCHEDULES[row["pattern"]], *(OTHERS.values() if row["pattern"] == "gemm+ar" else ())]
                 found = []
-                for name in CONFIGS[row["pattern"]]:
-                    gemm = gemm_of(row, traits_of(name, row["pattern"]), ranks)
-                    found.append((predict_per_tile(gemm, Costs(machine)), name))
-                times, name = min(found, key=lambda pair: pair[0].time)
-                roof = max(gemm_us, row["link_us"] * 2 * (ranks - 1) / ranks)
+                for schedule in schedules:
+                    plan = TunedConfig.parse(schedule).plan(problem, ranks)
+                    for name in select.configs_of(plan):
+                        try:
+                            gemm = select.gemm_of(plan, name)
+                        except (PlanError, ValueError):  # shards differ, or have no rows
+                            continue
+                        found.append((predict_per_tile(gemm, costs()), name, gemm))
+                times, name, gemm = min(found, key=lambda each: each[0].time)
+                roof = max(gemm_us, sent * (ranks - 1) / ranks / LINK_GB_PER_S / 1e3)
                 law = 1.03 * roof + 7
                 yield {
-                    **{key: row[key] for key in ("layer", "pattern", "m", "n", "k")},
-                    "gpu": gpu,
+                    **{key: row[key] for key in ("model", "layer", "pattern", "m")},
+                    "local": [m, n, k],
                     "ranks": ranks,
                     "kernel": name,
                     **{f"{key}_us": round(value, 1) for key, value in times._asdict().items()},
@@ -169,6 +262,7 @@ def predictions() -> Iterator[dict[str, Any]]:
                     "roof_us": round(roof, 1),
                     "law_us": round(law, 1),
                     "holds": times.time <= law,
+                    "gemm": gemm,
                 }
 
 
@@ -185,78 +279,75 @@ ORDERS: dict[str, Callable[[RankGemm], RankGemm]] = {
 }
 FASTER = {
     "pace 374 GB/s": {"send_gb_per_s": 374.0, "store_gb_per_s": 374.0},
-    "half the latencies": {"stored": 1.1, "flag": 1.1},
-    "take 2 us": {"take": 2.0},
+    "half the latencies": {"stored": 0.5, "flag": 0.5},
+    "take half": {"take": 0.5},
     "start 1.5 us": {"start": 1.5},
-    "sums at a fifth": {"sum_subtile": 0.12},
+    "sums at a fifth": {"sum_subtile": 0.2},
 }
+"""Rates and times, or times relative to what they are."""
 
 
 def what_if(predicted: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Times over those predicted, for other orders and faster parts: geometric mean, least, and most."""
-    usual = Costs(Machine.load("h100"))
+    usual = costs()
+
+    def faster(change: Mapping[str, float]) -> Costs:
+        values: dict[str, Any] = {key: x if x > 1 else x * getattr(usual, key) for key, x in change.items()}
+        return replace(usual, **values)
+
     every = {key: value for change in FASTER.values() for key, value in change.items()}
     orders = [(name, change, usual) for name, change in ORDERS.items()]
-    costs = [(name, None, replace(usual, **change)) for name, change in {**FASTER, "all of these": every}.items()]
-    for name, order, cost in [*orders, *costs]:
-        for pattern, ranks in itertools.product(("ag+gemm", "gemm+rs", "gemm+ar"), RANKS):
+    changed = [(name, None, faster(change)) for name, change in {**FASTER, "all of these": every}.items()]
+    for name, order, cost in [*orders, *changed]:
+        for pattern, ranks in itertools.product(SCHEDULES, RANKS):
             ratios, holds = [], 0
             for row in predicted:
-                if (row["gpu"], row["pattern"], row["ranks"]) != ("H100", pattern, ranks):
+                gemm = row["gemm"]
+                if (row["pattern"], row["ranks"]) != (pattern, ranks) or row["m"] < 512:
                     continue
-                gemm = gemm_of(row, traits_of(row["kernel"], pattern), ranks)
                 us = predict_per_tile(order(gemm) if order else gemm, cost).time
                 ratios.append(us / row["time_us"])
                 holds += us <= row["law_us"]
             found = {"mean": geometric_mean(ratios), "least": min(ratios), "most": max(ratios)}
             numbers = {key: round(value, 3) for key, value in found.items()}
-            yield {"change": name, "pattern": pattern, "ranks": ranks, **numbers, "holds": holds}
-
-
-def executions(path: Path) -> list[float]:
-    """Predicted over measured time, by row, of the fastest per-tile kernel of a file of the benchmark."""
-    found, result = [], report.load(path)
-    for row in result["rows"]:
-        ours = [each for each in row["methods"] if "execution=per_tile" in each["name"] and each["ms"]]
-        best = min(ours, key=lambda each: each["ms"])
-        config = TunedConfig.parse(best["name"])
-        plan = config.plan(GemmProblem(row["m"], row["n"], row["k"]), row["ranks"])
-        us = predict_per_tile(select.gemm_of(plan, config.execution.config), Costs(Machine.load("h200"))).time
-        found.append(us / best["ms"] / 1e3)
-    return found
+            yield {"change": name, "pattern": pattern, "ranks": ranks, **numbers, "holds": holds, "rows": len(ratios)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was found to a file")
-    parser.add_argument("--fit", action="store_true", help="only fit the constants to the measurements: 5 minutes")
+    parser.add_argument("--fit", action="store_true", help="only fit the constants to the measurements")
     parser.add_argument("--executions", type=Path, metavar="FILE", help="only compare with a file of distgemm bench")
     args = parser.parse_args()
-    if args.executions:
-        ratios = executions(args.executions)
-        wrong = mean(abs(ratio - 1) for ratio in ratios)
-        print(
-            f"{len(ratios)} rows: mean error {wrong:.1%}, predicted / measured {min(ratios):.2f} to {max(ratios):.2f}"
-        )
-        return
     if args.fit:
         fit()
         return
-    found = {"benchmark": "per_tile_model", **{file: errors(file) for file in MEASURED}}
-    for file in MEASURED:
-        print(file, {key: value for key, value in found[file].items() if key != "rows"})
-    found["predictions"] = list(predictions())
-    found["what_if"] = list(what_if(found["predictions"]))
+
+    def show(name: str, figures: Mapping[str, Any]) -> None:
+        print(name, {key: value for key, value in figures.items() if key != "rows"}, flush=True)
+
+    if args.executions:
+        show("errors", errors_of_executions(args.executions))
+        show("selected", selected(args.executions))
+        return
+    found: dict[str, Any] = {"benchmark": "per_tile_model", KERNELS: errors_of_kernels()}
+    show(KERNELS, found[KERNELS])
+    for file in EXECUTIONS:
+        found[file] = errors_of_executions(RESULTS / f"{file}.json")
+        found[file]["selected"] = selected(RESULTS / f"{file}.json")
+        show(file, found[file])
+    predicted = list(predictions())
+    found["what_if"] = list(what_if(predicted))
+    found["predictions"] = [{key: value for key, value in row.items() if key != "gemm"} for row in predicted]
     for row in found["what_if"]:
         print(*row.values())
-    for gpu in ("H100", "H200"):
-        for ranks in RANKS:
-            rows = [row for row in found["predictions"] if (row["gpu"], row["ranks"]) == (gpu, ranks)]
-            print(f"{ranks} {gpu}s: the law holds in {sum(row['holds'] for row in rows)} of {len(rows)} rows")
+    for ranks in RANKS:
+        rows = [row for row in predicted if row["ranks"] == ranks]
+        print(f"{ranks} H200s: the law holds in {sum(row['holds'] for row in rows)} of {len(rows)} rows")
     if args.json:
         text = json.dumps(found, indent=1)
-        rows = re.sub(r"\{\n([^{}]*)\n *\}", lambda row: "{" + " ".join(row[1].split()) + "}", text)  # a line for each
-        args.json.write_text(rows + "\n")
+        one_line = re.sub(r"\{\n([^{}]*)\n *\}", lambda row: "{" + " ".join(row[1].split()) + "}", text)
+        args.json.write_text(one_line + "\n")
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ class Tile(NamedTuple):
         extents: elements (m, n). The element type decides the depth (k).
         clusters: thread blocks (m, n) that share TMA loads: the shapes worth trying.
         rate: throughput where loads do not limit it, as a share of the fastest tile's. Fitted to what an H100 and an
-            H200 measured (``docs/measurements_parts.md``); a first guess only changes the order in which configurations are
-            tried.
+            H200 measured (``docs/measurements_parts.md``); a first guess only changes the order in which
+            configurations are tried.
         block_rate: the same, for operands with scales of blocks.
     """
 

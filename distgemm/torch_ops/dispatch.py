@@ -79,7 +79,7 @@ CHAIN_TOKENS = 6144
 """From this number of tokens on, a chain is faster than pairwise sums, as docs/which_schedule.md predicts for Llama
 70B."""
 ONE_SHOT_TOKENS = 256
-"""Up to this number of tokens, one hop of an all-reduce is faster than two, as docs/measurements_parts.md shows on CPUs."""
+"""Up to this number of tokens, one hop of an all-reduce is faster than two on CPUs (docs/measurements_parts.md)."""
 
 RULES: dict[Pattern, tuple[tuple[int, str, int], ...]] = {
     "ag+gemm": ((0, "all_gather_1d_tiling_cd_rotating_a", 1),),

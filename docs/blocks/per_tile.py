@@ -9,7 +9,10 @@ from blocks import read, rows_of, table
 from distgemm.gemm.per_tile.order import TileOrder
 from distgemm.viz.text import show_tile_order
 
-CASES = ((2, "H100"), (4, "H100"), (8, "H100"), (4, "H200"), (8, "H200"))
+RANKS = (2, 4, 8)
+FILES = {"executions_4xh200": "of 512 to 16384 tokens", "executions_few_4xh200": "of 4 to 128 tokens"}
+SHOWN = (512, 2048, 8192)
+"""Tokens of the rows whose predictions are printed."""
 
 
 def _label(row: dict[str, Any]) -> str:
@@ -27,53 +30,67 @@ def tile_order(own: str) -> str:
 @table
 def per_tile_errors() -> str:
     """How far the model is off."""
-    two, one = (_of(file) for file in ("per_tile_later_2xh100", "per_tile_later_h100"))
+    model = read("per_tile_model")
+    kernels = model["per_tile_4xh200"]
+    said = " and ".join(f"{_error(model[file])} {tokens}" for file, tokens in FILES.items())
     return (
-        f"For the fastest kernel of each row, the mean absolute error is {two} with two H100s, and {one} with one, "
-        "where everything has arrived."
+        f"For the fastest kernel of each row on 4 H200s, the mean absolute error is {said} with `distgemm bench`, and "
+        f"{_error(kernels)} with `benchmarks/per_tile.py`. There, the kernel that the model selects takes "
+        f"{100 * kernels['selected_costs_mean']:.1f} % longer than the fastest one on average."
     )
 
 
-def _of(file: str) -> str:
-    found = read("per_tile_model")[file]
+def _error(found: dict[str, Any]) -> str:
     return (
-        f"{100 * found['mean_abs_error']:.1f} % ({100 * found['max_abs_error']:.0f} % at most, {len(found['rows'])} "
-        f"rows; the kernel that the model selects takes {100 * found['selected_costs_mean']:.1f} % longer on average)"
+        f"{100 * found['mean_abs_error']:.1f} % ({100 * found['max_abs_error']:.0f} % at most) in {len(found['rows'])} "
+        "rows"
     )
 
 
 @table
-def per_tile_predictions() -> str:
-    """Predictions of all rows, with what was measured on two H100s."""
+def per_tile_selected() -> str:
+    """What "auto" costs where nothing is recorded or measured."""
     model = read("per_tile_model")
-    keys = ("layer", "pattern", "m")
-    measured = {tuple(row[key] for key in keys): row for row in model["per_tile_later_2xh100"]["rows"]}
-    predicted: dict[tuple[Any, ...], dict[tuple[int, str], dict[str, Any]]] = {}
+    said = []
+    for file, tokens in FILES.items():
+        found = model[file]["selected"]
+        said.append(
+            f"{100 * found['mean']:.1f} % longer in the mean of {len(found['rows'])} rows {tokens} "
+            f"({100 * found['most']:.0f} % at most)"
+        )
+    return f"takes {' and '.join(said)}"
+
+
+@table
+def per_tile_predictions() -> str:
+    """Predictions of rows, with what was measured on 4 H200s."""
+    model = read("per_tile_model")
+    keys = ("model", "layer", "pattern", "m")
+    measured = {tuple(row[key] for key in keys): row for file in FILES for row in model[file]["rows"]}
+    predicted: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
     for row in model["predictions"]:
-        predicted.setdefault(tuple(row[key] for key in keys), {})[row["ranks"], row["gpu"]] = row
+        if row["m"] in SHOWN:
+            predicted.setdefault(tuple(row[key] for key in keys), {})[row["ranks"]] = row
     rows = []
     for place, found in predicted.items():
-        last, known = found[8, "H200"], measured.get(place)
+        last, known = found[RANKS[-1]], measured[place]
+        kernel = last["kernel"].replace("x64_", " ").replace("_cooperative", "").replace("_pingpong", "")
         rows.append(
             [
-                f"{last['layer'].replace('b ', 'B ')}, {last['m']}",
+                f"{last['model'].removeprefix('llama-3-').upper()} {last['layer']}, {last['m']}",
                 f"`{last['pattern']}`",
-                f"{known['us']:.1f}" if known else "",
-                f"{100 * known['error']:+.0f}" if known else "",
-                *(_time(found[case]) for case in CASES),
+                f"{known['us']:.1f}",
+                f"{100 * known['error']:+.0f}",
+                *(_time(found[ranks]) for ranks in RANKS),
                 last["bound"],
-                last["kernel"]
-                .replace("x64_", " ")
-                .replace("_cooperative", "")
-                .replace("_pingpong", "")
-                .replace("_", " "),
+                kernel.replace("_", " "),
             ]
         )
-    heads = " | ".join(f"{ranks} {gpu}s" for ranks, gpu in CASES)
-    head = f"layer, rows | pattern | 2 H100s, measured | error, % | {heads} | bound by | kernel"
-    holds = Counter((row["ranks"], row["gpu"]) for row in model["predictions"] if row["holds"])
-    counts = [f"{holds[ranks, gpu]} with {ranks} {gpu}s" for ranks, gpu in CASES]
-    return f"{rows_of(head, rows)}\n\nOf {len(rows)} rows, the law holds in {', '.join(counts)}."
+    heads = " | ".join(f"{ranks} H200s" for ranks in RANKS)
+    head = f"layer, rows | pattern | 4 H200s, measured | error, % | {heads} | bound by | kernel"
+    holds = Counter(row["ranks"] for each in predicted.values() for row in each.values() if row["holds"])
+    counts = ", ".join(f"{holds[ranks]} with {ranks} H200s" for ranks in RANKS)
+    return f"{rows_of(head, rows)}\n\nOf {len(rows)} rows, the law holds in {counts}."
 
 
 def _time(row: dict[str, Any]) -> str:

@@ -103,7 +103,7 @@ def test_per_tile_kernels_that_are_predicted_are_listed(group: Any, listed: set[
                 needs = kernels.layer_needs(layer, pattern, 2048, "bfloat16", group)
                 for source in kernels.sources_for(needs, "selected"):
                     found[source.file == "per_tile.cu"].add(source)
-    assert all(found.values()) and found[True] | found[False] <= listed
+    assert found[True] and found[True] | found[False] <= listed
 
 
 def test_what_the_search_compiles(listed: set[KernelSource]) -> None:

@@ -106,27 +106,29 @@ def test_all_reduces_of_few_rows_are_one_shot() -> None:
 
 
 def test_few_tokens_take_a_library() -> None:
-    """As measured on four H200s: cuBLAS and torch's symmetric memory, or NCCL for gathers that fill all SMs."""
-    for m in (4, 16, 64):
+    """As measured on four H200s: cuBLAS and torch's symmetric memory."""
+    for m in (16, 64, 128):
         config = predicted(GemmProblem(m, 8192, 4096), "gemm+ar", 4)
         assert config.method == "unfused" and config.collective in {"one-shot", "two-shot"}
-    assert predicted(GemmProblem(128, 28672, 8192), "ag+gemm", 4).text == UNFUSED.text
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("file", "most"),
+    ("file", "most", "share"),
     [
-        ("2xh200", 1.08),
-        ("4xh200", 1.09),
-        ("few_2xh200", 1.07),
-        ("few_4xh200", 1.07),
-        ("all_to_all_2xh200", 1.12),
-        ("all_to_all_4xh200", 1.12),
+        ("2xh200", 1.08, 0.7),
+        ("4xh200", 1.03, 0.7),
+        ("few_2xh200", 1.07, 0.7),
+        ("few_4xh200", 1.06, 0.7),
+        ("all_to_all_2xh200", 1.12, 0.4),
+        ("all_to_all_4xh200", 1.12, 0.7),
     ],
 )
-def test_what_is_predicted_is_nearly_the_fastest_measured(file: str, most: float) -> None:
-    """In the geometric mean over the rows of a benchmark whose predicted configuration was measured."""
+def test_what_is_predicted_is_nearly_the_fastest_measured(file: str, most: float, share: float) -> None:
+    """In the geometric mean over the rows of a benchmark whose predicted configuration was measured.
+
+    This is at least such a share of the rows: a benchmark measures what was predicted to be fast in its time.
+    """
     path = Path(__file__).parents[2] / "benchmarks" / "results" / f"executions_{file}.json"
     slower, rows = [], json.loads(path.read_text())["rows"]
     # In these files, two-shot sums stay in symmetric memory.
@@ -141,7 +143,7 @@ def test_what_is_predicted_is_nearly_the_fastest_measured(file: str, most: float
         found = predicted(problem, row["pattern"], row["ranks"]).text
         if found in times:
             slower.append(times[found] / min(times.values()))
-    assert len(slower) > 0.7 * len(rows) and statistics.geometric_mean(slower) < most
+    assert len(slower) > share * len(rows) and statistics.geometric_mean(slower) < most
 
 
 @pytest.mark.parametrize("pattern", get_args(Pattern))
@@ -402,14 +404,15 @@ def test_only_what_runs_across_hosts_is_considered_there(pattern: Pattern) -> No
 
 
 def test_predictions_across_hosts_count_the_network() -> None:
-    """The prediction is that of the simulator for these hosts; a flat NCCL program takes the network's time, too."""
+    """The prediction is the simulator's for these hosts, but for its bias; flat NCCL programs count the network."""
     p = GemmProblem(2048, 8192, 4096)
     times = candidates.predictions(p, "ag+gemm", 4, 2)
     machine = Machine.load(candidates.MACHINE)
     for config, time in times.items():
         if config.method == "plan":
             streams = config.execution.gemm_streams
-            assert time == simulate(config.plan(p, 4, 2), machine, gemm_streams=streams).time
+            simulated = simulate(config.plan(p, 4, 2), machine, gemm_streams=streams).time
+            assert time == simulated * candidates.MULTI_KERNEL_BIAS
     on_hosts = dataclasses.replace(machine, ranks_per_host=2)
     assert times[UNFUSED] == predict_unfused(p, on_hosts, "ag+gemm", 4)
     assert times[UNFUSED] > 1.2 * candidates.predictions(p, "ag+gemm", 4)[UNFUSED]

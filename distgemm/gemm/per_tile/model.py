@@ -46,49 +46,50 @@ class TileCosts(NamedTuple):
 
 TILES: Mapping[tuple[int, int], TileCosts] = MappingProxyType(
     {
-        (128, 256): TileCosts(0.876, 0.852, 1.8),
-        (128, 224): TileCosts(0.868, 0.849, 1.9),
-        (128, 192): TileCosts(0.859, 0.845, 2.0),
-        (128, 160): TileCosts(0.824, 0.826, 2.0),
-        (128, 128): TileCosts(0.753, 0.806, 0.2),
-        (256, 192): TileCosts(0.876, 0.852, 1.8),
-        (256, 160): TileCosts(0.876, 0.852, 1.8),
-        (256, 144): TileCosts(0.876, 0.852, 1.8),
-        (256, 128): TileCosts(0.876, 0.852, 1.8),
-        (64, 256): TileCosts(0.633, 0.787, 1.4),
-        (64, 128): TileCosts(0.549, 0.596, 0.5),
-        (64, 64): TileCosts(0.35, 0.4, 0.4),
+        (128, 256): TileCosts(0.900, 0.981, 1.09),
+        (128, 224): TileCosts(0.849, 1.016, 1.23),
+        (128, 192): TileCosts(0.885, 1.008, 1.39),
+        (128, 160): TileCosts(0.905, 0.969, 1.53),
+        (128, 128): TileCosts(0.793, 0.982, 0.87),
+        (256, 192): TileCosts(0.867, 0.977, 1.14),
+        (256, 160): TileCosts(0.911, 0.945, 1.67),
+        (256, 144): TileCosts(0.846, 1.016, 2.08),
+        (256, 128): TileCosts(0.900, 0.981, 1.09),
+        (64, 256): TileCosts(0.633, 0.924, 1.4),
+        (64, 128): TileCosts(0.628, 0.752, 0.78),
+        (64, 64): TileCosts(0.328, 0.469, 0.34),
     }
 )
-"""Fitted, but for these. 64x256: of the first kernels (``per_tile_2xh100.json``). Not measured in per-tile kernels:
-64x64 is a guess; 128x224 lies between its neighbours; 128x160 and tiles of 256 rows are to 128x192 and 128x256 as
-CUTLASS's kernels with these tiles on an H200 (:data:`distgemm.gemm.tiles.TILES`), 256x144 as 256x160."""
-COOPERATIVE_US = 1.8
+"""Fitted, but for two sizes: 256x128 is as 128x256, and 64x256 of the first kernels (``git show
+0c9bb1f:benchmarks/results/per_tile_2xh100.json``)."""
+COOPERATIVE_US = 1.09
 """The least overhead of a cooperative tile, whose warp groups multiply nothing meanwhile: that of 128x256."""
-MEMORY_SHARE = 0.77
+MEMORY_SHARE = 0.79
 """Of the machine's rate of memory, what operands reach that several waves of tiles read. Fitted."""
+LINK_SHARE = 0.932
+"""Of the rates at which pieces and tiles leave, what the link carries. Fitted."""
 
 
 @dataclass(frozen=True)
 class Costs:
     """What a per-tile kernel costs on a machine.
 
-    "Fitted" are what makes least the errors of all kernels of ``per_tile_later_2xh100.json`` and
-    ``per_tile_later_h100.json``: least squares of the logarithms of times, with weight 1 for the fastest kernel of a
-    row, 0.5 for those within 25 % of it, and 0.1 for the others. ``benchmarks/per_tile_model.py`` shows the errors.
+    "Fitted" are what makes least the errors of per-tile kernels of ``per_tile_4xh200.json``, ``executions_4xh200.json``
+    and ``executions_few_4xh200.json``: least squares of the logarithms of times (``benchmarks/per_tile_model.py
+    --fit``; without ``--fit`` it shows the errors).
 
     Attributes:
         machine: rates, SMs and memory.
-        start: from the begin of a replay to the first load, with the launch, us. The smallest gather takes 4.9 us, of
-            which 2.4 us are for one tile, by time stamps in the kernel.
+        start: from the begin of a replay to the first load, with the launch, and with what ranks wait for each other
+            besides flags, us. Fitted. The smallest gather of one rank alone takes 4.4 us in all.
         ticket: the shortest time from tile to tile, us. Fitted.
-        stored: from a store's last byte until it is known to be complete, us. Fitted: its sum with ``flag``.
-        flag: from there until a waiting warp has seen the flag, us.
+        stored: from a store's last byte until it is known to be complete, us. Fitted.
+        flag: from there until a waiting warp has seen the flag, us. Fitted.
         sum_subtile: of a subtile of a partial sum that a warp group adds, us. Fitted.
         write_subtile: of a subtile that is written, us. Fitted.
-        exchange: of 8 KiB of sums that a thread block has from one of those that split k, us. This and ``split_share``
-            are from the rows of ``per_tile_split_h100.json`` that have one wave of clusters.
-        split_share: of the rate of an SM, that of thread blocks which split k.
+        exchange: of 8 KiB of sums that a thread block has from one of those that split k, us: of the rows of
+            ``per_tile_split_h100.json`` that have one wave of clusters.
+        split_share: of the rate of an SM, that of thread blocks which split k. Fitted.
         take: from the arrival of a result to its place in D, us. Fitted to all-reduces.
         send_gb_per_s, store_gb_per_s: rates at which pieces and tiles leave: those that executables set.
         cache: bytes of panels that stay in L2, which has 50 MB.
@@ -96,14 +97,14 @@ class Costs:
 
     machine: Machine
     start: float = 2.5
-    ticket: float = 2.8
-    stored: float = 2.2
-    flag: float = 2.2
-    sum_subtile: float = 0.64
-    write_subtile: float = 0.16
+    ticket: float = 3.9
+    stored: float = 2.9
+    flag: float = 0.6
+    sum_subtile: float = 0.53
+    write_subtile: float = 0.04
     exchange: float = 0.15
-    split_share: float = 0.56
-    take: float = 5.6
+    split_share: float = 0.66
+    take: float = 3.9
     send_gb_per_s: float = SEND_GB_PER_S
     store_gb_per_s: float = STORE_GB_PER_S
     cache: float = 50e6
@@ -152,16 +153,13 @@ def predict_per_tile(gemm: RankGemm, costs: Costs, *, arrived: bool = False) -> 
     if gemm.spans and not gathers:
         moved = gemm.slot_bytes // gemm.ranks  # each peer gets its rows
     rate = costs.send_gb_per_s if gathers else costs.store_gb_per_s
-    link = costs.start + moved * _stored_share(gemm) / (1e3 * rate)
+    link = costs.start + moved * _stored_share(gemm) / (1e3 * rate * LINK_SHARE)
     return TileTimes(_Replay(gemm, costs, arrived).run(), _Replay(gemm, at_once, arrived).run(), link)
 
 
 def _stored_share(gemm: RankGemm) -> float:
-    """The share of tiles that is stored at peers: 16 rows at a time of those that exist; in packets, twice each row.
-
-    It is 1 if shards are rows: when these kernels were measured, they stored whole tiles.
-    """
-    if gemm.traits.gathers or not (gemm.traits.one_shot or gemm.by_columns or gemm.spans):
+    """The share of tiles that is stored at peers: 16 rows at a time of those that exist; in packets, twice each row."""
+    if gemm.traits.gathers:
         return 1.0
     rows = gemm.order.blocks * gemm.traits.cluster[0] * gemm.traits.tile[0]
     if gemm.traits.one_shot:
@@ -188,10 +186,11 @@ class _Replay:
             self.multiply_us /= costs.split_share
             self.multiply_us += costs.exchange * traits.split * traits.tile[0] * traits.tile[1] * 4 / SUBTILE_BYTES
         flop = 2.0 * order.shards * gemm.m * gemm.n * self.k
-        self.least_us = costs.start + flop / (rate.power * self.tile.power * 1e6)
+        clock = costs.machine.clock(traits.dtype, flop)
+        self.least_us = costs.start + flop / (rate.power * self.tile.power * clock * 1e6)
         self.subtiles = traits.part_bytes // SUBTILE_BYTES
         stored = traits.tiles * traits.parts * traits.part_bytes * _stored_share(gemm)
-        self.store_us = stored / (costs.store_gb_per_s * 1e3)
+        self.store_us = stored / (costs.store_gb_per_s * LINK_SHARE * 1e3)
         self.kept = min(1.0, traits.epilogue_stages / self.subtiles)  # share of a tile that fits into the stages
         self.latency = costs.stored + costs.flag
 
@@ -261,7 +260,7 @@ class _Replay:
     def _piece_us(self) -> float:
         """The time of a piece on the link, where a rank's own pieces do not go."""
         size = min(PIECE_ROWS, self.gemm.rank_rows) * PIECE_BYTES * self.peers / len(self.gemm.pieces.receivers)
-        return size / (self.costs.send_gb_per_s * 1e3)
+        return size / (self.costs.send_gb_per_s * LINK_SHARE * 1e3)
 
     def _operands(self) -> dict[tuple[int, int], float]:
         """When tiles of a block of a shard can be multiplied at the earliest, as far as pieces hold them back."""
