@@ -309,7 +309,10 @@ def test_a_killed_compiler_leaves_no_cubin(nvcc: Nvcc, tmp_path: Path) -> None:
 def test_ctrl_c_ends_the_compilers(nvcc: Nvcc) -> None:
     nvcc.set(does='echo $$ >>"$0.pids"; exec sleep 60')
     sources = [replace(SOURCE, arch=arch) for arch in ("80", "86", "90a")]
-    child = f"from distgemm.gemm.nvcc import KernelSource, build; build({sources!r}, jobs=2, progress=False)"
+    child = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in the background
+        f"from distgemm.gemm.nvcc import KernelSource, build; build({sources!r}, jobs=2, progress=False)"
+    )
     process = subprocess.Popen([sys.executable, "-c", child], stderr=subprocess.PIPE)
     deadline = time.monotonic() + 60
     pids = nvcc.path.with_name("nvcc.pids")
