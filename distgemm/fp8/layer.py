@@ -137,8 +137,11 @@ class Exchange:
             return Quantized(codes, scales, OperandScaling(1, 1))
         return quantize_with(amax_of(x, scaling) if amax is None else amax, x, scaling, dtype, **options)
 
-    def check_recipe(self, recipe: Recipe, x: Tensor) -> None:
-        """Raise ValueError on all ranks if they call a layer with different recipes. ``x`` is its input."""
+    def check_recipe(self, recipe: Recipe, state: LayerState | None, x: Tensor) -> None:
+        """Raise ValueError on all ranks if they call a layer with different recipes, or with different static states.
+
+        ``x`` is the layer's input.
+        """
 
     def product(
         self,
@@ -310,7 +313,7 @@ def linear_over(
         )
     if state is not None:
         state.check_device(x.device)
-    exchange.check_recipe(recipe, x)
+    exchange.check_recipe(recipe, state, x)
     records = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (x, w, bias))
     terms = exchange, recipe, state, records
     found: Tensor = distgemm_fp8_linear.apply(x, w, bias, *terms)  # type: ignore[no-untyped-call]

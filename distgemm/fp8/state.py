@@ -101,6 +101,10 @@ class LayerState(nn.Module):
     def set(self, *, x: float, w: float, dy: float = 0.0) -> None:
         """Set the largest magnitudes of a "static" recipe.
 
+        They are the same on all ranks, because a scale is that of all shards. Ranks that differ raise ValueError in
+        the next call over gloo. On GPUs only the first call of a recipe compares them, and later ones compute wrong
+        results.
+
         Args:
             x: of the input.
             w: of the weight.

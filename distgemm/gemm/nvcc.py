@@ -22,7 +22,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,23 +213,29 @@ def compiler_version(nvcc: Path) -> str:
 
 
 def _run(words: Sequence[str], timeout: float) -> tuple[int, str]:
-    """The exit status of a program, and what it prints. Nothing that it started remains when it takes too long.
+    """The exit status of a program, and what it prints.
+
+    Nothing that it started remains when it takes too long, or when this process ends, whatever ends it.
 
     Raises:
         OSError: if it cannot be started.
         subprocess.TimeoutExpired: if it takes longer than ``timeout`` seconds.
     """
-    with subprocess.Popen(
-        words,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,  # so that all of its processes can be ended
-    ) as process:
+    with (
+        _guard() as guard,
+        subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # so that all of its processes can be ended
+        ) as process,
+    ):
         _RUNNING.add(process.pid)
         try:
+            guard(process.pid)
             output, _ = process.communicate(timeout=timeout)
         except BaseException:
             _kill(process.pid)
@@ -237,6 +243,26 @@ def _run(words: Sequence[str], timeout: float) -> tuple[int, str]:
         finally:
             _RUNNING.discard(process.pid)
     return process.returncode, output
+
+
+@contextlib.contextmanager
+def _guard() -> Iterator[Callable[[int], object]]:
+    """A shell that kills a process group when this process ends, whatever ends it; it is told which one.
+
+    It waits for the end of a pipe that this process holds. PR_SET_PDEATHSIG would not reach what nvcc has started, and
+    needs Python between fork and exec, which is not safe with threads.
+    """
+    with subprocess.Popen(
+        ["/bin/sh", "-c", 'read -r group && cat && kill -s KILL -- "-$group"'],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # so that a signal for this process's group does not end it first
+    ) as shell:
+        try:
+            yield lambda group: os.write(shell.stdin.fileno(), b"%d\n" % group)  # type: ignore[union-attr]
+        finally:
+            shell.kill()  # before its pipe ends
 
 
 def _kill(group: int) -> None:

@@ -50,7 +50,8 @@ def replace(
 
     Args:
         model: the model.
-        find: of a layer the method to replace, or why it is left; None: it is none of the layers that are meant.
+        find: of a layer the method to replace, or why it is left; None: it is none of the layers that are meant. If it
+            raises, no layer is changed.
         wanted: what the error calls these layers.
         *arguments: arguments of ``compute`` between the layer and those of the method.
 
@@ -59,8 +60,7 @@ def replace(
     """
     instance("model", model, torch.nn.Module, "a torch.nn.Module")
     done, left = list[str](), dict[str, str]()
-    for name, layer in model.named_modules():
-        found = find(layer)
+    for name, layer, found in [(name, layer, find(layer)) for name, layer in model.named_modules()]:
         if isinstance(found, str):
             left[name] = found
         elif found is not None:

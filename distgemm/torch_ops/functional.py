@@ -14,10 +14,11 @@ from distgemm.fp8 import LayerState, Quantized, Recipe
 from distgemm.fp8.layer import SPLITS, Split
 from distgemm.fp8.quantize import transposed
 from distgemm.fp8.recipe import read_recipe
+from distgemm.plan.patterns import schedule_does_pattern
 from distgemm.runtime.checks import Group, process_group
 from distgemm.runtime.gathering import GatheredChunk
 from distgemm.runtime.torch_arguments import PLAIN, is_plain, read_tensor
-from distgemm.schedulers import Pattern, schedule_options
+from distgemm.schedulers import Pattern, schedule_mesh_rank, schedule_options
 from distgemm.schedulers.registry import MAX_CHUNKS
 from distgemm.torch_ops import library, quantized
 from distgemm.torch_ops.dispatch import Function
@@ -34,6 +35,7 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_all_to_all",
     "matmul_reduce_scatter",
+    "may_compute",
 ]
 
 Tensor = torch.Tensor
@@ -127,6 +129,17 @@ def check_schedule(schedule: str, chunks: int | None) -> None:
         if config.method == "plan":
             schedule_options(config.schedule)
     _check_chunks("chunks", chunks)
+
+
+def may_compute(schedule: str, pattern: Pattern) -> bool:
+    """Whether a schedule that :func:`check_schedule` accepts computes a pattern. On a mesh, only a call can tell."""
+    if schedule == "auto":
+        return True
+    from distgemm.tune import TunedConfig  # as in check_schedule
+
+    config = TunedConfig.parse(schedule)
+    named = config.method == "plan" and schedule_mesh_rank(config.schedule) == 1
+    return not named or schedule_does_pattern(config.schedule, pattern)
 
 
 def _check_chunks(name: str, chunks: int | None) -> None:

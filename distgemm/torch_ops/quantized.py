@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensor  # noqa: PLC2701  (torch has no public 
 from distgemm.fp8.layer import Exchange, Split, linear_over, multiply
 from distgemm.fp8.quantize import Quantized, amax_of, quantize_with, spans
 from distgemm.fp8.recipe import Recipe
+from distgemm.fp8.state import LayerState
 from distgemm.plan.scaling import OperandScaling, Scaling
 from distgemm.runtime.checks import compare, process_group
 from distgemm.runtime.groups import PerGroup, raise_if_failed
@@ -55,8 +56,8 @@ class RankExchange(Exchange):
         self.schedule, self.chunks = schedule, chunks
         self.ranks, self.keeps_gathered = ranks_of(group), keeps_gathered
 
-    def check_recipe(self, recipe: Recipe, x: Tensor) -> None:
-        """Raise ValueError on all ranks if they call a layer with different recipes.
+    def check_recipe(self, recipe: Recipe, state: LayerState | None, x: Tensor) -> None:
+        """Raise ValueError on all ranks if they call a layer with different recipes, or with different static states.
 
         On GPUs only the first call of a recipe is collective: later ones may be captured. On CPUs each call is, as
         those of executables are. Calls that are compiled, or first captured, are not compared.
@@ -68,7 +69,10 @@ class RankExchange(Exchange):
         compared, key = _COMPARED.of(group), (recipe, self.split)
         if x.is_cuda and (key in compared or torch.cuda.is_current_stream_capturing()):
             return
-        compare({"call": f"a layer in fp8, split as {tuple(self.split)}", "recipe": recipe}, group, x.device)
+        fields: dict[str, Any] = {"call": f"a layer in fp8, split as {tuple(self.split)}", "recipe": recipe}
+        if state is not None and recipe.amax == "static":
+            fields["largest magnitudes of x, w and dy"] = state.history[:, 0].tolist()
+        compare(fields, group, x.device)
         compared.add(key)
 
     def quantize(

@@ -116,14 +116,15 @@ def tune(
         problem: the GEMM over all ranks.
         pattern: what the ranks do, as "ag+gemm".
         group: the ranks that take part, also a mesh of hosts; None: all.
-        device: this rank's GPU; None: the current one.
+        device: this rank's GPU; None: the current one. CPUs are not measured.
         write: whether rank 0 records the configuration in its cache folder.
         kernels: whether tiles are measured first for the GEMMs that have no recorded tiles. The GEMMs are spread over
             the ranks, and their tiles are recorded. Compiles several kernels for each GEMM.
         progress: called on every rank with a line about each step.
 
     Raises:
-        ValueError: for a problem that is not :func:`measurable`, and for a broken file in the cache folder.
+        ValueError: for a problem that is not :func:`measurable`, for a device that is no GPU, and for a broken file in
+            the cache folder.
         RuntimeError: if no configuration can be measured, and while the current stream is captured.
         WrongResultError: if a configuration computes a wrong result.
     """
@@ -149,6 +150,7 @@ def search(
     """
     if not (status := measurable(problem)):
         raise ValueError(status.reason)
+    check_gpu(device)
     report = progress or (lambda line: None)
     size = group.size()
     on = size, ranks_per_host(group)
@@ -190,6 +192,15 @@ def search(
     config, times, path = from_first(group, device, record)
     logger.info("%s: %s, %.4f ms; tried %s", key, config, times[str(config)], times)
     return Tuned(replace(config, source="measured"), times, trial.refused, path)
+
+
+def check_gpu(device: torch.device) -> None:
+    """Raise ValueError for a device that is no GPU."""
+    if device.type != "cuda":
+        raise ValueError(
+            f"tuning measures on GPUs: device is a GPU of this rank, such as 'cuda:0', got {str(device)!r}; "
+            "distgemm.tune.select(problem, pattern, group, tune=False) predicts without one"
+        )
 
 
 def entry_of(config: TunedConfig, times: Mapping[str, float]) -> dict[str, Any]:

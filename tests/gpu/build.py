@@ -49,7 +49,7 @@ def of_per_tile() -> list[KernelSource]:
         found.update((each.traits.source(), None) for each in (gemm, *others))
         pytest.skip("its kernels are noted")
 
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--exhaustive", "all"]
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--exhaustive", "all", "-x"]
     said = io.StringIO()
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(LocalRanks, "__init__", noted))

@@ -222,7 +222,10 @@ def misuse() -> dict[str, str]:
     a, b = split(x, 0), split(w, 0)
     qa, qb = (fp8.quantize(each.detach(), OperandScaling(1, None)) for each in (a, b))
     gather, scatter = distgemm.all_gather_matmul, distgemm.matmul_reduce_scatter
+    static = fp8.LayerState("tensorwise_static")
+    static.set(x=1.0 + dist.get_rank(), w=0.5)
     calls = {
+        "states": lambda: gather(a.detach(), b.detach(), group=group, recipe=static),
         "recipe": lambda: gather(a, b, group=group, recipe="fp8"),
         "recipes": lambda: gather(a, b, group=group, recipe=fp8.recipe("rowwise", power_of_two=dist.get_rank() == 0)),
         "no recipe": lambda: gather(a, b, group=group, recipe="tensorwise" if dist.get_rank() else None),

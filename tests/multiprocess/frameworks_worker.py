@@ -398,6 +398,21 @@ def megatron_main_grad() -> list[str]:
         noted = layer.weight.grad_added_to_main_grad and layer.weight.grad.dtype == torch.bfloat16
         if not error < 1e-5 or not noted:  # a rounded product would be wrong by about 1e-3
             wrong.append(f"column={column}, sequence_parallel={sequence_parallel}: error {error}, noted: {noted}")
+        # A named schedule computes one pattern.
+        named = "all_gather_1d_ring_a" if column else "gemm+rs" if sequence_parallel else "gemm+ar chunks=1"
+        megatron.apply(layer, named)
+        layer(given)
+        megatron.remove(layer)
+        both = nn.ModuleDict(
+            {"layer": layer, "other": RowParallelLinear(width, outer, input_is_parallel=True, **options)}
+        )
+        for model, schedule in ((layer, "ag+gemm" if not column else "gemm+rs"), (both, "all_gather_1d_ring_a")):
+            text = raised(ValueError, lambda: megatron.apply(model, schedule))  # noqa: B023
+            if f"schedule={schedule!r} does not compute" not in text or "'auto' or 'unfused'" not in text:
+                wrong.append(f"{schedule} of {type(model).__name__}: {text}")
+            if {"forward", "_forward_impl"} & set(layer.__dict__):
+                wrong.append(f"{schedule} of {type(model).__name__}: a layer was replaced before the error")
+        megatron.apply(both, "unfused")
     return wrong
 
 

@@ -60,6 +60,10 @@ def test_a_quantised_gather_moves_half_and_the_scales(ranks: int) -> None:
     [
         ("recipe", "recipe is one of tensorwise, tensorwise_delayed"),
         ("recipes", "the ranks of the group make different calls; recipe: Recipe("),
+        (
+            "states",
+            "different calls; largest magnitudes of x, w and dy: [1.0, 0.5, 0.0] on rank 0, [2.0, 0.5, 0.0] on rank 1",
+        ),
         ("no recipe", "the ranks of the group make different calls; call: "),
         ("mixed", "all operands are in fp8, or none; b is not. distgemm.fp8.quantize makes one"),
         ("mixed b", "all_gather_matmul: b is a torch.Tensor"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import runpy
 import subprocess
@@ -15,25 +16,36 @@ PROGRAM = ROOT / "examples" / "serve_tp.py"
 pytestmark = pytest.mark.skipif(not PROGRAM.exists(), reason="a source archive has no examples/")
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str) -> str:
+    """What the program prints."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(PROGRAM), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.parametrize(
     ("schedule", "ranks"), [("named", "2"), pytest.param("auto", "4", marks=pytest.mark.sample(0))]
 )
-def test_logits_are_those_of_one_rank(schedule: str, ranks: str) -> None:
-    """For several lengths of the cache. The program raises if logits differ."""
-    done = run(
-        *("--tp", ranks, "--batch", "3", "--prompt", "12", "--tokens", "9", "--bucket", "8"),
-        *("--schedule", schedule, "--check"),
-    )
-    assert done.returncode == 0, done.stderr
-    assert "logits, relative error" in done.stdout and "tokens/s" in done.stdout
+def test_logits_are_those_of_one_rank(
+    schedule: str, ranks: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For several lengths of the cache. The program raises if logits differ.
+
+    In the sample, this process runs the program, so that its ranks are forked.
+    """
+    arguments = ["--tp", ranks, "--batch", "3", "--prompt", "12", "--tokens", "9", "--bucket", "8"]
+    arguments += ["--schedule", schedule, "--check"]
+    if schedule == "auto":
+        printed = run(*arguments)
+    else:
+        monkeypatch.syspath_prepend(PROGRAM.parent)
+        importlib.import_module("serve_tp").main(arguments)
+        printed = capsys.readouterr().out
+    assert "logits, relative error" in printed and "tokens/s" in printed
     for function, rows in (("all_gather_matmul", 36), ("matmul_reduce_scatter", 36), ("matmul_all_reduce", 3)):
-        (used,) = {line.split(", m ")[1].split()[0] for line in done.stdout.splitlines() if line.startswith(function)}
+        (used,) = {line.split(", m ")[1].split()[0] for line in printed.splitlines() if line.startswith(function)}
         assert int(used) == rows
 
 

@@ -382,6 +382,7 @@ class Bench:
         self.patches = [
             mock.patch.object(tune.ranks, "make", self.make),
             mock.patch("distgemm.tune.search.sample", self.sample),
+            mock.patch("distgemm.tune.search.check_gpu"),
         ]
         for patch in self.patches:
             patch.start()

@@ -78,8 +78,8 @@ def meshes(name: str, ranks: int) -> list[tuple[int, ...]]:
     return found
 
 
-def cases(ranks: int, number: int) -> list[Case]:
-    """For every schedule ``number`` combinations in which every value of every argument occurs."""
+def cases(ranks: int, number: int, part: slice = slice(None)) -> list[Case]:
+    """For every schedule ``number`` combinations in which every value of every argument occurs, or a part of them."""
     found = []
     for name in distgemm.list_schedules():
         on = meshes(name, ranks)
@@ -103,7 +103,7 @@ def cases(ranks: int, number: int) -> list[Case]:
         columns = {key: (values * number)[:number] for key, values in axes.items()}
         for column in columns.values():
             rng.shuffle(column)
-        for row in range(number):
+        for row in range(number)[part]:
             values = {key: column[row] for key, column in columns.items()}
             case = Case(schedule=name, **values)
             found.append(_possible(case))

@@ -36,7 +36,7 @@ from tests.unit.cuda_emulation import (
 # --- a kernel for each GEMM -----------------------------------------------------------------------------
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("queues", [False, True], ids=["streams", "one queue"])
 @pytest.mark.parametrize("schedule", distgemm.list_schedules())
 def test_every_schedule_is_right_in_every_order(schedule: str, queues: bool, recorded: list[Task]) -> None:

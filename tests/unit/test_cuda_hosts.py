@@ -74,7 +74,7 @@ def plans_of(schedule: str, mesh: tuple[int, ...], of_host: int, **options: Any)
     return found
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("queues", [False, True], ids=["streams", "one queue"])
 @pytest.mark.parametrize("of_host", [1, 2])
 @pytest.mark.parametrize("schedule", distgemm.list_schedules())
@@ -86,7 +86,7 @@ def test_every_schedule_is_right_on_two_or_more_hosts(
     run_replays(plans_of(schedule, mesh, of_host), order, recorded, queues)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("queues", [False, True], ids=["streams", "one queue"])
 @pytest.mark.parametrize("mesh", [(2, 2), (2, 4), (3, 2)], ids=str)
 @pytest.mark.parametrize("pair", PAIRS, ids=" across ".join)

@@ -128,7 +128,7 @@ FLAT = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("pattern", FLAT)
 def test_plans_of_a_domain_of_72_ranks_are_proved_and_simulated(pattern: str) -> None:
     """One domain is one host: nothing crosses. The simulated time is at least that of a rank's GEMM and of its link."""

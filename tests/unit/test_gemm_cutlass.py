@@ -343,6 +343,7 @@ def test_terms_that_tma_does_not_load_share_a_kernel() -> None:
     assert macros(spec(c=f32)) == macros(spec(partial=f32, c=D))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", ELEMENTS)
 @pytest.mark.parametrize("arch", ["90a", "80"])
 def test_a_bias_of_the_type_of_d_changes_no_kernel(dtype: str, arch: str) -> None:

@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -308,7 +309,10 @@ def test_a_killed_compiler_leaves_no_cubin(nvcc: Nvcc, tmp_path: Path) -> None:
 def test_ctrl_c_ends_the_compilers(nvcc: Nvcc) -> None:
     nvcc.set(does='echo $$ >>"$0.pids"; exec sleep 60')
     sources = [replace(SOURCE, arch=arch) for arch in ("80", "86", "90a")]
-    child = f"from distgemm.gemm.nvcc import KernelSource, build; build({sources!r}, jobs=2, progress=False)"
+    child = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in the background
+        f"from distgemm.gemm.nvcc import KernelSource, build; build({sources!r}, jobs=2, progress=False)"
+    )
     process = subprocess.Popen([sys.executable, "-c", child], stderr=subprocess.PIPE)
     deadline = time.monotonic() + 60
     pids = nvcc.path.with_name("nvcc.pids")
@@ -325,6 +329,24 @@ def test_ctrl_c_ends_the_compilers(nvcc: Nvcc) -> None:
                 os.killpg(int(pid), signal.SIGKILL)
     assert b"KeyboardInterrupt" in errors and not cubins()
     assert len(nvcc.calls) == 2  # and not the third one
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_compiler_outlives_the_process_that_started_it(nvcc: Nvcc, number: signal.Signals) -> None:
+    """Nor does what the compiler has started. All of them hold a pipe, whose end is read when none is left."""
+    nvcc.set(does='exec 9>"$0.alive"; sleep 20 & sleep 0.3; echo begun >&9; wait')
+    os.mkfifo(nvcc.path.with_name("nvcc.alive"))
+    alive = os.open(nvcc.path.with_name("nvcc.alive"), os.O_RDONLY | os.O_NONBLOCK)
+    child = f"from distgemm.gemm.nvcc import cubin_path, KernelSource; cubin_path({SOURCE!r})"
+    process = subprocess.Popen([sys.executable, "-c", child])
+    try:
+        assert select.select([alive], [], [], 60)[0] and os.read(alive, 6) == b"begun\n"
+        process.send_signal(number)
+        assert process.wait(30) == -number
+        assert select.select([alive], [], [], 10)[0] and os.read(alive, 1) == b"", "something is left"
+    finally:
+        process.kill()
+        os.close(alive)
 
 
 def test_a_cubin_without_a_manifest_is_removed_by_the_next_build(nvcc: Nvcc) -> None:

@@ -242,6 +242,7 @@ def behind(kernel: Kernel) -> int:
     return found
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "kernel",
     [
@@ -271,6 +272,7 @@ def test_tiles_of_more_stages_are_less_far_apart(kernel: Kernel) -> None:
     assert behind(replace(kernel, depth=2)) < kernel.behind
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("cluster", "split"), [((1, 1), 2), ((1, 1), 4), ((2, 1), 2), ((1, 2), 4), ((2, 2), 8)])
 def test_blocks_that_divide_k_wait_for_each_other(cluster: tuple[int, int], split: int) -> None:
     """Otherwise a block sends the sums of a tile before those of the tile before."""

@@ -47,6 +47,7 @@ def sharded_axis(name: str, operand: str) -> int | None:
     return {"A": 1 if "tiling_k" in name else 0, "B": 0, "D": 1}[operand]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_shards_are_torch_chunks_whatever_the_chunks(name: str, chunks: int):
@@ -76,6 +77,7 @@ def test_a_single_rank_has_everything_and_sends_nothing():
 # --- bytes ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
 def test_total_bytes_are_those_of_the_collective(name: str, dtype: str):
@@ -149,7 +151,7 @@ def test_bounded_workspace_runs_the_chain_in_two_rounds_of_chunks(size: int, chu
 RAGGED = [(7, 5, 3), (100, 60, 36), (384, 384, 384), (13, 40, 9)]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mechanism", ["push", "pull", "store"])
 @pytest.mark.parametrize("name", distgemm.list_schedules())
 def test_bounded_workspace_is_never_larger_than_full(name: str, mechanism: Mechanism):

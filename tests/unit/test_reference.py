@@ -47,7 +47,7 @@ def random_problem(rng: random.Random, **fixed: object) -> distgemm.GemmProblem:
     )
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("beta", [0.0, 3.0])
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_numpy_on_ragged_shapes_in_every_sampled_order(name: str, beta: float):
@@ -192,6 +192,7 @@ def outcome(plan: distgemm.Plan, data: Data) -> object:
         return error
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("kind", [Copy, Gemm, Reduce])
 @pytest.mark.parametrize("name", NAMES)
 def test_only_the_plans_ops_are_executed(name: str, kind: type[Op]):

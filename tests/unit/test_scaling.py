@@ -109,6 +109,7 @@ def test_every_plan_with_scales_is_proved(plan: Plan) -> None:
     assert sum(plan.link_bytes().values()) == moved + tiles + stored
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("scaling", ["tensorwise-shard", "rowwise", "blockwise"])
 @pytest.mark.parametrize("name", [each for each in distgemm.list_schedules() if "gather" in each])
 def test_scales_that_move_are_proved_in_all_ways(name: str, scaling: str) -> None:
@@ -136,6 +137,7 @@ def test_the_reference_multiplies_each_element_by_its_scale(plan: Plan, seed: in
     data.assert_on_every_rank(got, 1.0, 2.0)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("mechanism", derive.MECHANISMS)
 @pytest.mark.parametrize(
     ("scaling", "scale_bytes"),

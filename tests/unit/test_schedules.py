@@ -108,6 +108,7 @@ def test_the_ten_schedules_are_listed_without_aliases_or_families():
     assert not set(names) & {"ag+gemm", "gemm+rs", "auto", "AllGather1D_TilingCD_RotatingA"}
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("name", ONE_D)
 def test_work_tiles_equal_the_table(name: str, chunks: int):
@@ -298,6 +299,7 @@ def test_both_directions_are_used_at_once(name: str):
         assert rounds[7] == rounds[1][: len(rounds[7])] == sorted(set(rounds[7]))
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("size", [size for size in WORLD_SIZES if size > 2])
 def test_bytes_per_direction(size: int, chunks: int):

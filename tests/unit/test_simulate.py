@@ -252,7 +252,7 @@ def latency(machine: Machine, op: Op) -> float:
     return 0.0 if link is None else machine.link(*link).latency
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", ONE_D)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_conservation(name: str, size: int) -> None:
@@ -518,7 +518,7 @@ MECHANISMS = ("push", "pull", "store")
 SCATTERS = [name for name in ONE_D if "reduce_scatter" in name]
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 @pytest.mark.parametrize("name", ONE_D)
 def test_every_mechanism(name: str, mechanism: str) -> None:
@@ -539,6 +539,7 @@ def test_every_mechanism(name: str, mechanism: str) -> None:
             assert min(timeline.link_busy.values()) > 0
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 @pytest.mark.parametrize("name", ONE_D)
 def test_ports_are_not_given_twice_by_any_mechanism(name: str, mechanism: str) -> None:

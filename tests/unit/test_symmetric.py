@@ -133,6 +133,7 @@ def test_rotated_plans_are_those_of_all_ranks(seed: int) -> None:
     assert found["made"] > found["refused"] / 3 > 0, found
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", PUSHED)
 def test_schedules_that_are_symmetric(name: str) -> None:
     for mesh, chunks in product(MESHES[schedule_mesh_rank(name)], (1, 2)):

@@ -161,6 +161,7 @@ def scheduled(plan: Plan, gemm_streams: int) -> list[dict[int, GpuEvent]]:
     return found
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("gemm_streams", [1, 2])
 @pytest.mark.parametrize("mechanism", ["push", "pull", "store"])
 @pytest.mark.parametrize(("name", "size", "chunks"), CASES)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from distgemm import GemmProblem, list_schedules, make_plan, tune
 from distgemm.gemm.target import compiling_for
@@ -384,3 +385,17 @@ def test_shipped_files_hold_configurations() -> None:
             config = TunedConfig.from_dict(entry)
             assert config.method == "unfused" or config.schedule in list_schedules()
             assert TunedConfig.parse(config.text) == config
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
+def test_cpus_are_not_measured(device: Any) -> None:
+    problem = GemmProblem(m=64, n=64, k=64)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for measure in (tune.tune, tune.select):
+            with pytest.raises(
+                ValueError, match=r"tuning measures on GPUs: device is a GPU .*, got 'cpu'; .*tune=False"
+            ):
+                measure(problem, "ag+gemm", device=device)  # type: ignore[operator]
+    finally:
+        dist.destroy_process_group()

@@ -70,7 +70,7 @@ def test_a_mutation_is_caught_exactly_if_it_changes_order_or_data_flow(
     assert set(KINDS) >= kinds >= wanted
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("workspace", "sync"), SYNCHRONISED)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_plan_verifies_also_with_ragged_shapes(name: str, workspace: str, sync: str) -> None:
