@@ -412,7 +412,7 @@ def test_predictions_across_hosts_count_the_network() -> None:
         if config.method == "plan":
             streams = config.execution.gemm_streams
             simulated = simulate(config.plan(p, 4, 2), machine, gemm_streams=streams).time
-            assert time == simulated * candidates.MULTI_KERNEL_BIAS
+            assert time == simulated * candidates.COPIES_BIAS
     on_hosts = dataclasses.replace(machine, ranks_per_host=2)
     assert times[UNFUSED] == predict_unfused(p, on_hosts, "ag+gemm", 4)
     assert times[UNFUSED] > 1.2 * candidates.predictions(p, "ag+gemm", 4)[UNFUSED]
