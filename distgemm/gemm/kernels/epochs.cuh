@@ -23,12 +23,12 @@ struct Clock {
   CUTE_HOST_DEVICE uint32_t buffer() const { return epoch() & 1; }  // of the workspace
 };
 
-// 1. Where lanes add a constant that the compiler sees, it makes one atomic addition for all of them, and waits for its
-// result at once.
+// 1, in lane 0. Where lanes add a constant that the compiler sees, it makes one atomic addition for all of them, and waits
+// for its result at once.
 CUTE_DEVICE uint32_t hidden_one() {
-  uint32_t zero;  // no grid has a third extent
-  asm volatile("mov.u32 %0, %%ctaid.z;" : "=r"(zero));
-  return zero + 1;
+  uint32_t lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane + 1;
 }
 
 // How a workspace dies. The watchdog writes NaN to all slots after the first value, and then the second one.

@@ -570,7 +570,6 @@ class Kernel {
     Stage stage;
     uint32_t number = 1;
     bool const elected = elect_one_sync();
-    bool const once = order_.clusters() <= clusters_;  // no cluster needs a second ticket
     auto const next = [&] {
       if (kCluster > 1 && elected) Barrier::expect(storage_.ticket_arrived[tickets.uses.index()], sizeof(Ticket));
       __syncwarp();
@@ -595,8 +594,7 @@ class Kernel {
       uint32_t const slices =
           kSplits ? (first_ + depth_ - 1) / kSliceTiles + 1 : params_.slices * (kFromHolders ? spaces_.ranks : 1);
       uint32_t arrived = 0, first_slice = 0;  // slices from the first on that have arrived, as bits
-      // The next ticket arrives while the last slices are loaded. It is not taken before the tile before this one has
-      // been multiplied in part: a cluster that begins early would take tickets of those that begin late.
+      // The next ticket arrives while the last slices are loaded.
       Clock taken{};
       uint32_t const ahead = 2 * kStages / kSliceTiles + 1;
       uint32_t const take_at = slices > ahead ? slices - ahead : 0;
@@ -617,10 +615,7 @@ class Kernel {
           first_slice = slice;
           arrived = wait_for_slices_(clock, tile, slice);
         }
-        if (!once && slice == take_at) {
-          Barrier::wait(storage_.empty[stage.index], stage.phase ^ 1);
-          if (elected && block_ == 0) taken = spaces_.take();
-        }
+        if (elected && block_ == 0 && slice == take_at) taken = spaces_.take();
         uint32_t const begin = cute::max(from.number * kSliceTiles, first_);
         uint32_t const end = cute::min((from.number + 1) * kSliceTiles, kSplits ? first_ + depth_ : shard_depth_);
         CUTE_NO_UNROLL
@@ -641,12 +636,7 @@ class Kernel {
           __syncwarp();
           stage.advance();
         }
-        if (!once && elected && block_ == 0 && slice == pass_at) pass_on_(taken, number);
-        __syncwarp();
-      }
-      if (once) {
-        Barrier::wait(storage_.empty[stage.index], stage.phase ^ 1);
-        if (elected && block_ == 0) pass_on_(spaces_.take(), number);
+        if (elected && block_ == 0 && slice == pass_at) pass_on_(taken, number);
         __syncwarp();
       }
     }
