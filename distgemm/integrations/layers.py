@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from distgemm.arguments import instance
+from distgemm.schedulers import Pattern
+from distgemm.torch_ops.functional import check_schedule
 
 __all__ = ["Applied", "Replaced", "replace", "restore", "with_bias"]
 
@@ -32,11 +34,13 @@ class Replaced(NamedTuple):
 
     Attributes:
         method: name of the method.
-        compute: is called in its place, with the layer before the method's arguments.
+        compute: is called in its place, with the layer and the schedule before the method's arguments.
+        pattern: what it computes over the ranks.
     """
 
     method: str
     compute: Callable[..., Any]
+    pattern: Pattern
 
 
 class _Method(partial[Any]):
@@ -44,27 +48,34 @@ class _Method(partial[Any]):
 
 
 def replace(
-    model: torch.nn.Module, find: Callable[[Any], Replaced | str | None], wanted: str, *arguments: Any
+    model: torch.nn.Module, find: Callable[[Any], Replaced | str | None], wanted: str, schedule: str
 ) -> Applied:
-    """Replace methods of a model's layers.
+    """Replace methods of a model's layers. If it raises, no layer is changed.
 
     Args:
         model: the model.
-        find: of a layer the method to replace, or why it is left; None: it is none of the layers that are meant. If it
-            raises, no layer is changed.
+        find: of a layer the method to replace, or why it is left; None: it is none of the layers that are meant.
         wanted: what the error calls these layers.
-        *arguments: arguments of ``compute`` between the layer and those of the method.
+        schedule: of all layers.
 
     Raises:
-        ValueError: if the model has no such layer.
+        ValueError: if there is no such schedule, if it does not compute each of the layers, or if the model has no such
+            layer.
     """
     instance("model", model, torch.nn.Module, "a torch.nn.Module")
+    layers = [(name, layer, find(layer)) for name, layer in model.named_modules()]
+    users: dict[Pattern, str] = {
+        found.pattern: f"a {type(layer).__name__} of this model"
+        for _, layer, found in layers
+        if isinstance(found, Replaced)
+    }
+    check_schedule(schedule, None, users)
     done, left = list[str](), dict[str, str]()
-    for name, layer, found in [(name, layer, find(layer)) for name, layer in model.named_modules()]:
+    for name, layer, found in layers:
         if isinstance(found, str):
             left[name] = found
         elif found is not None:
-            layer.__dict__[found.method] = _Method(found.compute, layer, *arguments)
+            layer.__dict__[found.method] = _Method(found.compute, layer, schedule)
             done.append(name)
     if not done and not left:
         raise ValueError(f"model has no {wanted}")

@@ -14,15 +14,12 @@ import torch
 
 from distgemm.integrations.layers import Applied, Replaced, replace, restore, with_bias
 from distgemm.nn.state import megatron_sharded_state_dict as sharded_state_dict
-from distgemm.schedulers import Pattern
 from distgemm.torch_ops.functional import (
     all_gather_matmul,
     autocast,
-    check_schedule,
     group_name,
     matmul_all_reduce,
     matmul_reduce_scatter,
-    may_compute,
 )
 from distgemm.torch_ops.library import gather
 
@@ -50,7 +47,8 @@ def apply(model: torch.nn.Module, schedule: str = "auto") -> Applied:
     Args:
         model: a model that Megatron has built.
         schedule: as in :func:`distgemm.all_gather_matmul`. A named one is for a model whose layers are all
-            column-parallel, or all row-parallel. Others take "auto" or "unfused".
+            column-parallel, or all row-parallel. Others take "auto" or "unfused". If ``sequence_parallel`` of a
+            layer changes later, only a call finds that the schedule does not fit.
 
     Returns:
         The layers that distgemm computes, and why others are left.
@@ -63,21 +61,11 @@ def apply(model: torch.nn.Module, schedule: str = "auto") -> Applied:
 
     def find(layer: Any) -> Replaced | str | None:
         if isinstance(layer, ColumnParallelLinear):
-            return _why_not_column(layer) or replaced(layer, "ag+gemm", "_forward_impl", _column)
+            return _why_not_column(layer) or Replaced("_forward_impl", _column, "ag+gemm")
         if isinstance(layer, RowParallelLinear):
-            pattern: Pattern = "gemm+rs" if layer.sequence_parallel else "gemm+ar"
-            return _why_not_row(layer) or replaced(layer, pattern, "forward", _row)
+            return _why_not_row(layer) or Replaced("forward", _row, "gemm+rs" if layer.sequence_parallel else "gemm+ar")
         return None
 
-    def replaced(layer: Any, pattern: Pattern, method: str, compute: Callable[..., Any]) -> Replaced:
-        if not may_compute(schedule, pattern):
-            raise ValueError(
-                f"schedule={schedule!r} does not compute {pattern}, as a {type(layer).__name__} of this model does: "
-                "a model with several kinds of layers takes 'auto' or 'unfused'"
-            )
-        return Replaced(method, compute)
-
-    check_schedule(schedule, None)
     return replace(model, find, "ColumnParallelLinear or RowParallelLinear of Megatron-core", schedule)
 
 

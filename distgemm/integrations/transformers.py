@@ -36,7 +36,7 @@ def install(schedule: str = "auto") -> None:
 
     Raises:
         RuntimeError: if it is installed already.
-        ValueError: if there is no such schedule.
+        ValueError: if there is no such schedule, or if it computes no all-reduce.
     """
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, ColwiseParallel, RowwiseParallel
 
@@ -54,7 +54,7 @@ def install(schedule: str = "auto") -> None:
             module.forward = partial(_rowwise, module, mesh, schedule)  # type: ignore[method-assign]
             return module
 
-    check_schedule(schedule, None)
+    check_schedule(schedule, None, {"gemm+ar": "a rowwise linear"})
     if _THEIRS:
         raise RuntimeError("install() was called before: distgemm.integrations.transformers.uninstall() comes first")
     for name, style in (("colwise", Colwise()), ("rowwise", Rowwise())):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from distgemm.integrations.layers import Applied, Replaced, replace, restore, with_bias
-from distgemm.torch_ops.functional import check_schedule, matmul_all_reduce
+from distgemm.torch_ops.functional import matmul_all_reduce
 
 __all__ = ["apply", "remove"]
 
@@ -32,7 +32,8 @@ def apply(model: torch.nn.Module, schedule: str = "auto") -> Applied:
         The layers that distgemm computes, and why others are left.
 
     Raises:
-        ValueError: if there is no such schedule, or if the model has no row-parallel linear.
+        ValueError: if there is no such schedule, if it does not compute the layers, or if the model has no row-parallel
+            linear.
     """
     from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 
@@ -45,9 +46,8 @@ def apply(model: torch.nn.Module, schedule: str = "auto") -> Applied:
             return f"its weight is quantised: {type(layer.quant_method).__name__}"
         if not layer.input_is_parallel or not layer.reduce_results:
             return "input_is_parallel or reduce_results is off"
-        return Replaced("forward", _row)
+        return Replaced("forward", _row, "gemm+ar")
 
-    check_schedule(schedule, None)
     return replace(model, find, "RowParallelLinear of vLLM", schedule)
 
 

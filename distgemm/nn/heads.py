@@ -86,6 +86,7 @@ class HeadsProjection:
 
     Args:
         name: the layer, for messages.
+        to_heads: whether it is before attention, where several ranks may have the same heads of keys.
         head_dim: columns of a head.
         kv_heads: as in :func:`heads_per_rank`.
         sequence_dim: as in :class:`distgemm.nn.ColwiseParallel`.
@@ -94,13 +95,14 @@ class HeadsProjection:
         sum_gradients: whether the gradients of the parameters are summed over the ranks.
 
     Raises:
-        ValueError: for arguments of other types, and for an unknown schedule.
+        ValueError: for arguments of other types, for an unknown schedule, and for one of another pattern.
     """
 
     def __init__(
         self,
         name: str,
         *,
+        to_heads: bool,
         head_dim: int,
         kv_heads: int | None = None,
         sequence_dim: int | None = None,
@@ -111,18 +113,17 @@ class HeadsProjection:
         self.head_dim = integer("head_dim", head_dim, 1, MAX_EXTENT)
         self.kv_heads = None if kv_heads is None else integer("kv_heads", kv_heads, 1, MAX_EXTENT)
         check_sequence_dim(sequence_dim)
-        check_schedule(schedule, chunks)
-        self.name, self.sequence_dim = name, sequence_dim
+        check_schedule(schedule, chunks, {"gemm+a2a" if to_heads else "a2a+gemm": name})
+        self.name, self.to_heads, self.sequence_dim = name, to_heads, sequence_dim
         self.options: dict[str, Any] = {"schedule": schedule, "chunks": chunks}
         self.sums = boolean("sum_gradients", sum_gradients)
 
-    def of(self, features: int, mesh: DeviceMesh, *, to_heads: bool) -> BoundProjection:
+    def of(self, features: int, mesh: DeviceMesh) -> BoundProjection:
         """The projection of a layer.
 
         Args:
             features: columns of all heads.
             mesh: the ranks.
-            to_heads: whether it is before attention, where several ranks may have the same heads of keys.
 
         Raises:
             ValueError: as :func:`heads_per_rank`, for part of a head, and for copies behind attention.
@@ -134,7 +135,7 @@ class HeadsProjection:
             each, copies = heads_per_rank(mesh.size(), heads, self.kv_heads)
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
-        if copies > 1 and not to_heads:
+        if copies > 1 and not self.to_heads:
             raise ValueError(
                 f"{self.name}: {heads} heads of queries are too few for {mesh.size()} ranks: each rank has a head"
             )

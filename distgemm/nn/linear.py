@@ -34,6 +34,7 @@ from distgemm.nn.tensors import (
 )
 from distgemm.runtime.checks import Group, flat_mesh, process_group
 from distgemm.runtime.torch_arguments import read_device, read_dtype
+from distgemm.schedulers import Pattern
 from distgemm.torch_ops import all_gather_matmul, group_name, matmul_reduce_scatter
 from distgemm.torch_ops.functional import check_schedule
 
@@ -90,8 +91,8 @@ class ParallelLinear(nn.Module):
         fp8: the :class:`distgemm.fp8.LayerState` of a layer with a recipe; otherwise None.
 
     Raises:
-        ValueError: for wrong sizes, an unknown group or an unknown schedule, and for a device that the group does not
-            serve.
+        ValueError: for wrong sizes, an unknown group, an unknown schedule or one of another pattern, and for a device
+            that the group does not serve.
     """
 
     weight: nn.Parameter
@@ -99,6 +100,9 @@ class ParallelLinear(nn.Module):
 
     split: Mapping[str, int]
     """The dimension along which each parameter is split. A parameter that is absent is the same on all ranks."""
+
+    pattern: Pattern
+    """What the layer computes over the ranks."""
 
     def __init__(
         self,
@@ -123,7 +127,7 @@ class ParallelLinear(nn.Module):
             read_device("device", device, ("cpu", "cuda", "meta"))
         if dtype is not None:
             read_dtype("dtype", dtype, DTYPES)
-        check_schedule(schedule, chunks)
+        check_schedule(schedule, chunks, {self.pattern: type(self).__name__})
         check_sequence_dim(sequence_dim)
         self.in_features, self.out_features = in_features, out_features
         self.group = group_name(group)
@@ -282,6 +286,7 @@ class ColumnParallelLinear(ParallelLinear):
     """
 
     split = {"weight": 0, "bias": 0}  # noqa: RUF012
+    pattern = "ag+gemm"
 
     def __init__(self, in_features: int, out_features: int, *, keep_gathered: bool = False, **options: Any) -> None:
         super().__init__(in_features, out_features, **options)
@@ -322,6 +327,7 @@ class RowParallelLinear(ParallelLinear):
     """
 
     split = {"weight": 1}  # noqa: RUF012
+    pattern = "gemm+rs"
 
     def forward(self, x: Tensor, m_per_rank: Sequence[int] | None = None) -> Tensor:
         """This rank's tokens, with all out_features.
@@ -367,6 +373,7 @@ class TokensToHeadsLinear(ParallelLinear):
     """
 
     split = {}  # noqa: RUF012
+    pattern: Pattern = "gemm+a2a"
     to_heads = True
     takes_recipe = False
 
@@ -378,6 +385,7 @@ class TokensToHeadsLinear(ParallelLinear):
             raise ValueError(f"{type(self).__name__} does not compute in fp8: leave recipe out")
         settings = HeadsProjection(
             type(self).__name__,
+            to_heads=self.to_heads,
             head_dim=head_dim,
             kv_heads=kv_heads,
             sequence_dim=self.sequence_dim,
@@ -385,7 +393,7 @@ class TokensToHeadsLinear(ParallelLinear):
             chunks=self.chunks,
         )
         features = out_features if self.to_heads else in_features
-        self.projection = settings.of(features, self.mesh, to_heads=self.to_heads)
+        self.projection = settings.of(features, self.mesh)
 
     def forward(self, x: Tensor, m_per_rank: Sequence[int] | None = None) -> Tensor:
         """All tokens of this rank's heads, or behind attention this rank's tokens.
@@ -406,4 +414,5 @@ class HeadsToTokensLinear(TokensToHeadsLinear):
     :class:`TokensToHeadsLinear`.
     """
 
+    pattern = "a2a+gemm"
     to_heads = False

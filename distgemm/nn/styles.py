@@ -131,7 +131,8 @@ class ColwiseParallel(ParallelStyle):
             ``output_layouts``.
 
     Raises:
-        ValueError: for an unknown schedule, wrong chunks, other placements, and arguments that exclude each other.
+        ValueError: for an unknown schedule or one of another pattern, wrong chunks, other placements, and arguments
+            that exclude each other.
     """
 
     def __init__(
@@ -148,8 +149,8 @@ class ColwiseParallel(ParallelStyle):
         use_local_output: bool = True,
     ) -> None:
         super().__init__()
-        check_schedule(schedule, chunks)
         self.replicated, self.sequence_dim = token_layout("input_layouts", input_layouts, sequence_dim)
+        check_schedule(schedule, chunks, {} if self.replicated else {"ag+gemm": _name(self)})
         self.gathers_features = feature_layout("output_layouts", output_layouts)
         self.recipe = None if recipe is None else read_recipe("recipe", recipe)
         self.m_per_rank = check_tokens(m_per_rank)
@@ -237,7 +238,8 @@ class RowwiseParallel(ParallelStyle):
             tokens, or replicated. The tokens must then be split as torch.chunk splits them.
 
     Raises:
-        ValueError: for an unknown schedule, wrong chunks, other placements, and arguments that exclude each other.
+        ValueError: for an unknown schedule or one of another pattern, wrong chunks, other placements, and arguments
+            that exclude each other.
     """
 
     def __init__(
@@ -253,10 +255,10 @@ class RowwiseParallel(ParallelStyle):
         use_local_output: bool = True,
     ) -> None:
         super().__init__()
-        check_schedule(schedule, chunks)
         self.recipe = None if recipe is None else read_recipe("recipe", recipe)
         self.input_layouts, self.splits_features = input_layouts, feature_layout("input_layouts", input_layouts)
         self.replicated, self.sequence_dim = token_layout("output_layouts", output_layouts, sequence_dim)
+        check_schedule(schedule, chunks, {"gemm+ar" if self.replicated else "gemm+rs": _name(self)})
         self.m_per_rank = check_tokens(m_per_rank)
         if self.replicated and m_per_rank is not None:
             raise ValueError("with output_layouts=Replicate() every rank gets all tokens: no m_per_rank")
@@ -529,7 +531,7 @@ class SharedColwiseParallel(ParallelStyle):
         recipe: as in :class:`ColwiseParallel`. The Linears have the scales of one stacked weight.
 
     Raises:
-        ValueError: without names, for an unknown schedule and for wrong chunks.
+        ValueError: without names, for an unknown schedule or one of another pattern, and for wrong chunks.
     """
 
     def __init__(
@@ -547,7 +549,7 @@ class SharedColwiseParallel(ParallelStyle):
         if not names:
             raise wrong("names", wanted, names)
         self.names = tuple(string(f"names[{index}]", name, wanted) for index, name in enumerate(names))
-        check_schedule(schedule, chunks)
+        check_schedule(schedule, chunks, {"ag+gemm": _name(self)})
         boolean("keep_gathered", keep_gathered)
         check_sequence_dim(sequence_dim)
         self.sequence_dim, self.m_per_rank = sequence_dim, check_tokens(m_per_rank)
@@ -596,8 +598,8 @@ class TokensToHeads(ParallelStyle):
             tokens. FSDP2 or DistributedDataParallel over these ranks sums the gradients of the whole model.
 
     Raises:
-        ValueError: for an unknown schedule and wrong numbers; where it is applied, if out_features are no whole heads,
-            and for numbers of heads that :func:`distgemm.nn.heads_per_rank` refuses.
+        ValueError: for an unknown schedule or one of another pattern, and for wrong numbers; where it is applied, if
+            out_features are no whole heads, and for numbers of heads that :func:`distgemm.nn.heads_per_rank` refuses.
     """
 
     to_heads = True
@@ -617,6 +619,7 @@ class TokensToHeads(ParallelStyle):
         self.m_per_rank = check_tokens(m_per_rank)
         self.settings = HeadsProjection(
             _name(self),
+            to_heads=self.to_heads,
             head_dim=head_dim,
             kv_heads=kv_heads,
             sequence_dim=sequence_dim,
@@ -629,7 +632,7 @@ class TokensToHeads(ParallelStyle):
         device_mesh = flat_mesh(device_mesh)
         linear = _linear(self, module)
         features = linear.out_features if self.to_heads else linear.in_features
-        projection = self.settings.of(features, device_mesh, to_heads=self.to_heads)
+        projection = self.settings.of(features, device_mesh)
         if self.settings.sums:
             _distribute(self, linear, device_mesh, {"weight": Replicate(), "bias": Replicate()})
         run, m_per_rank = projection.to_heads if self.to_heads else projection.to_tokens, self.m_per_rank

@@ -62,7 +62,7 @@ def _in_order(ranges: list[tuple[int, int]], extent: int) -> bool:
     return edges[-1] == extent and all(start == before for (start, _), before in zip(ranges, edges, strict=False))
 
 
-def schedule_does_pattern(name: str, pattern: str) -> bool:
+def schedule_does_pattern(name: str, pattern: str) -> bool | None:
     """Whether a schedule on one axis of ranks does a pattern.
 
     Args:
@@ -70,9 +70,16 @@ def schedule_does_pattern(name: str, pattern: str) -> bool:
         pattern: the pattern.
 
     Returns:
-        The answer for two ranks. False for schedules that need a mesh of several axes.
+        The answer for two ranks. None for schedules that need a mesh of several axes, or have no plan for two ranks.
+
+    Raises:
+        ValueError: for an unknown schedule or pattern.
     """
     member("pattern", pattern, SHARDED_MODES)
     if schedule_mesh_rank(name) != 1:
-        return False
-    return does_pattern(make_plan(GemmProblem(m=4, n=4, k=4), get_schedule(name, 2)), pattern)
+        return None
+    try:
+        plan = make_plan(GemmProblem(m=4, n=4, k=4), get_schedule(name, 2))
+    except ValueError:
+        return None
+    return does_pattern(plan, pattern)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple, TypeAlias, overload
 
@@ -18,7 +18,7 @@ from distgemm.plan.patterns import schedule_does_pattern
 from distgemm.runtime.checks import Group, process_group
 from distgemm.runtime.gathering import GatheredChunk
 from distgemm.runtime.torch_arguments import PLAIN, is_plain, read_tensor
-from distgemm.schedulers import Pattern, schedule_mesh_rank, schedule_options
+from distgemm.schedulers import PATTERNS, Pattern, list_schedules, schedule_options
 from distgemm.schedulers.registry import MAX_CHUNKS
 from distgemm.torch_ops import library, quantized
 from distgemm.torch_ops.dispatch import Function
@@ -35,7 +35,6 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_all_to_all",
     "matmul_reduce_scatter",
-    "may_compute",
 ]
 
 Tensor = torch.Tensor
@@ -115,12 +114,19 @@ def _check(
                 )
 
 
-def check_schedule(schedule: str, chunks: int | None) -> None:
-    """Check the arguments of a layer when it is made.
+def check_schedule(schedule: str, chunks: int | None, users: Mapping[Pattern, str]) -> None:
+    """Check the arguments of layers when they are made.
+
+    Only a call can tell what a schedule computes on a mesh of several axes, or if it has no plan for two ranks.
+
+    Args:
+        schedule: as in :func:`all_gather_matmul`.
+        chunks: as in :func:`all_gather_matmul`.
+        users: the patterns that the layers compute, and for each the layer that the error names.
 
     Raises:
-        ValueError: if ``schedule`` is neither "auto" nor a known schedule or configuration, or if ``chunks`` is neither
-            None nor an integer >= 1.
+        ValueError: if ``schedule`` is neither "auto" nor a known schedule or configuration, if it does not compute one
+            of the patterns, or if ``chunks`` is neither None nor an integer >= 1.
     """
     if string("schedule", schedule, SCHEDULE) != "auto":
         from distgemm.tune import TunedConfig  # imported here so that layers can be made without the GPU code
@@ -128,18 +134,22 @@ def check_schedule(schedule: str, chunks: int | None) -> None:
         config = TunedConfig.parse(schedule)
         if config.method == "plan":
             schedule_options(config.schedule)
+        for pattern, user in users.items():
+            fits = (
+                pattern in PATTERNS if config.method == "unfused" else schedule_does_pattern(config.schedule, pattern)
+            )
+            if fits is False:
+                raise ValueError(
+                    f"schedule={schedule!r} does not compute {pattern}, as {user} does: take {_schedules_for(users)}"
+                )
     _check_chunks("chunks", chunks)
 
 
-def may_compute(schedule: str, pattern: Pattern) -> bool:
-    """Whether a schedule that :func:`check_schedule` accepts computes a pattern. On a mesh, only a call can tell."""
-    if schedule == "auto":
-        return True
-    from distgemm.tune import TunedConfig  # as in check_schedule
-
-    config = TunedConfig.parse(schedule)
-    named = config.method == "plan" and schedule_mesh_rank(config.schedule) == 1
-    return not named or schedule_does_pattern(config.schedule, pattern)
+def _schedules_for(patterns: Collection[Pattern]) -> str:
+    """What to take for layers of these patterns, as an error says it."""
+    names = [name for name in list_schedules() if all(schedule_does_pattern(name, pattern) for pattern in patterns)]
+    unfused = " or 'unfused'" if all(pattern in PATTERNS for pattern in patterns) else ""
+    return f"'auto'{unfused}" + (f", or one of {', '.join(names)}" if names else "")
 
 
 def _check_chunks(name: str, chunks: int | None) -> None:

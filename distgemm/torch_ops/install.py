@@ -299,10 +299,10 @@ def install(*, gather: str = "auto", scatter: str = "auto", fuse: bool = True, s
 
     Raises:
         RuntimeError: if it is installed already.
-        ValueError: if there is no such schedule.
+        ValueError: if there is no such schedule, or if it computes something else.
     """
-    for schedule in (gather, scatter):
-        check_schedule(schedule, None)
+    check_schedule(gather, None, {"ag+gemm": GATHER})
+    check_schedule(scatter, None, {"gemm+rs": SCATTER})
     boolean("install: fuse", fuse)
     boolean("install: strict", strict)
     if _INSTALLED:

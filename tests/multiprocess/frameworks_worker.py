@@ -266,6 +266,7 @@ def transformers_linears() -> list[str]:
     ids = torch.randint(0, settings.vocab_size, (2, 6), generator=torch.Generator().manual_seed(1)).to(device())
     wanted = whole(input_ids=ids, labels=ids)
     wanted.loss.backward()
+    other = raised(ValueError, lambda: transformers.install("ag+gemm"))
     transformers.install()
     again = raised(RuntimeError, transformers.install)
     apply_tensor_parallelism(model, init_device_mesh(device().type, (ranks,)))
@@ -290,6 +291,8 @@ def transformers_linears() -> list[str]:
             wrong.append(f"gradient of {name}")
     if "uninstall() comes first" not in again or "was not called" not in raised(RuntimeError, transformers.uninstall):
         wrong.append(again)
+    if "'ag+gemm' does not compute gemm+ar" not in other:
+        wrong.append(other)
     return wrong
 
 
@@ -492,6 +495,9 @@ def serves_rows(plug_in: Any, make: Any, quantised: Any) -> list[str]:
         y = x @ w.t() + (b if bias and not skip else 0)
         if not near(found[0], y) or not near(own[0], y) or (found[1] is None) != (own[1] is None):
             wrong.append(f"{case}: numbers")
+    refused = raised(ValueError, lambda: plug_in.apply(model, "gemm+rs"))
+    if "'gemm+rs' does not compute gemm+ar" not in refused or "forward" in row.__dict__:
+        wrong.append(f"a schedule of another pattern: {refused}")
     if "model has no RowParallelLinear" not in raised(ValueError, lambda: plug_in.apply(nn.Linear(2, 2))):
         wrong.append("a model without such layers")
     return wrong

@@ -470,6 +470,14 @@ def misuse() -> dict[str, str]:
         "extent": error_of(lambda: distgemm.nn.ColumnParallelLinear(16, -4, group=mesh)),
         "no integer": error_of(lambda: distgemm.nn.RowParallelLinear(16.0, 4, group=mesh)),  # type: ignore[arg-type]
         "schedule": error_of(lambda: distgemm.nn.ColumnParallelLinear(16, 4, group=mesh, schedule="ag+gem")),
+        "pattern": error_of(lambda: distgemm.nn.ColumnParallelLinear(16, 4, group=mesh, schedule="gemm+rs")),
+        "pattern of rows": error_of(lambda: distgemm.nn.RowParallelLinear(16, 4, group=mesh, schedule="gemm+ar")),
+        "pattern to heads": error_of(
+            lambda: distgemm.nn.TokensToHeadsLinear(16, 16, group=mesh, head_dim=4, schedule="unfused")
+        ),
+        "pattern to tokens": error_of(
+            lambda: distgemm.nn.HeadsToTokensLinear(16, 16, group=mesh, head_dim=4, schedule="gemm+a2a")
+        ),
         "schedule of a style": error_of(lambda: distgemm.nn.RowwiseParallel(schedule="gem+rs")),
         "chunks of a style": error_of(lambda: distgemm.nn.SharedColwiseParallel("q", chunks=0)),
     }

@@ -114,6 +114,13 @@ def test_torch_compile_needs_no_graph_break() -> None:
         ("extent", "ColumnParallelLinear: out_features is an integer >= 1, got -4"),
         ("no integer", "RowParallelLinear: in_features is an integer >= 1, got 16.0"),
         ("schedule", "unknown schedule 'ag+gem', did you mean 'ag+gemm'"),
+        ("pattern", "'gemm+rs' does not compute ag+gemm, as ColumnParallelLinear does: take 'auto' or 'unfused', or"),
+        ("pattern of rows", "'gemm+ar' does not compute gemm+rs, as RowParallelLinear does: take 'auto' or 'unfused'"),
+        (
+            "pattern to heads",
+            "'unfused' does not compute gemm+a2a, as TokensToHeadsLinear does: take 'auto', or one of",
+        ),
+        ("pattern to tokens", "'gemm+a2a' does not compute a2a+gemm, as HeadsToTokensLinear does: take 'auto', or one"),
         ("schedule of a style", "unknown schedule 'gem+rs', did you mean 'gemm+rs'"),
         ("chunks of a style", "chunks is an integer >= 1, got 0"),
         ("no names", "names is the names of the Linears that share a gather, got ()"),
