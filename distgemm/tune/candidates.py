@@ -51,7 +51,7 @@ engines send and 74 whose GEMMs store, on 4 H200s (``simulator_vs_measured.json`
 
 SLOWDOWN_LIMIT: dict[ExecutionMode, float] = {"multi_kernel": 1.25, "per_tile": 1.15}
 """A plan is measured if its predicted time is at most this factor above the best one with the same execution. That of
-per-tile kernels is the largest error of their model with two GPUs."""
+per-tile kernels is near the largest error of their model with 512 rows and more (docs/per_tile_measured.md)."""
 
 PLAN_OPTIONS = ("workspace", "mechanism", "send_slots")
 """Options of :func:`distgemm.make_plan` that a candidate can set."""

@@ -62,7 +62,7 @@ TILES: Mapping[tuple[int, int], TileCosts] = MappingProxyType(
 )
 """Fitted, but for two sizes: 256x128 is as 128x256, and 64x256 of the first kernels (``git show
 0c9bb1f:benchmarks/results/per_tile_2xh100.json``)."""
-COOPERATIVE_US = 1.09
+COOPERATIVE_US = TILES[128, 256].overhead
 """The least overhead of a cooperative tile, whose warp groups multiply nothing meanwhile: that of 128x256."""
 MEMORY_SHARE = 0.79
 """Of the machine's rate of memory, what operands reach that several waves of tiles read. Fitted."""
@@ -153,8 +153,13 @@ def predict_per_tile(gemm: RankGemm, costs: Costs, *, arrived: bool = False) -> 
     if gemm.spans and not gathers:
         moved = gemm.slot_bytes // gemm.ranks  # each peer gets its rows
     rate = costs.send_gb_per_s if gathers else costs.store_gb_per_s
-    link = costs.start + moved * _stored_share(gemm) / (1e3 * rate * LINK_SHARE)
+    link = costs.start + _link_us(moved * _stored_share(gemm), rate)
     return TileTimes(_Replay(gemm, costs, arrived).run(), _Replay(gemm, at_once, arrived).run(), link)
+
+
+def _link_us(size: float, gb_per_s: float) -> float:
+    """The time, us, in which the link carries bytes that leave at a rate."""
+    return size / (gb_per_s * LINK_SHARE * 1e3)
 
 
 def _stored_share(gemm: RankGemm) -> float:
@@ -190,7 +195,7 @@ class _Replay:
         self.least_us = costs.start + flop / (rate.power * self.tile.power * clock * 1e6)
         self.subtiles = traits.part_bytes // SUBTILE_BYTES
         stored = traits.tiles * traits.parts * traits.part_bytes * _stored_share(gemm)
-        self.store_us = stored / (costs.store_gb_per_s * LINK_SHARE * 1e3)
+        self.store_us = _link_us(stored, costs.store_gb_per_s)
         self.kept = min(1.0, traits.epilogue_stages / self.subtiles)  # share of a tile that fits into the stages
         self.latency = costs.stored + costs.flag
 
@@ -260,7 +265,7 @@ class _Replay:
     def _piece_us(self) -> float:
         """The time of a piece on the link, where a rank's own pieces do not go."""
         size = min(PIECE_ROWS, self.gemm.rank_rows) * PIECE_BYTES * self.peers / len(self.gemm.pieces.receivers)
-        return size / (self.costs.send_gb_per_s * LINK_SHARE * 1e3)
+        return _link_us(size, self.costs.send_gb_per_s)
 
     def _operands(self) -> dict[tuple[int, int], float]:
         """When tiles of a block of a shard can be multiplied at the earliest, as far as pieces hold them back."""
