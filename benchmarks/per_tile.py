@@ -9,9 +9,9 @@
 With one GPU the kernel is that of rank 0 of 8. All its flags are set before, and its peers' memory is in this GPU: what
 is measured is the kernel's own cost, with stores that leave as slowly as over a link. With several GPUs the time is
 that of the slowest rank, and each result is compared with a product in float32. Kernels and variants of a row are
-measured in turn, round by round. "link" is the time of the bytes that a rank sends, at 376 GB/s. The row "tiny" has
-one tile of each shard. "_span" ends the names of kernels whose tiles span shards of few rows; "_columns" of all-reduces
-of few rows whose shards are columns, and "_one" of one-shot ones. In "_split_4", 4 thread blocks split k.
+measured in turn, round by round, in random order. "link" is the time of the bytes that a rank sends, at 376 GB/s. The
+row "tiny" has one tile of each shard. "_span" ends the names of kernels whose tiles span shards of few rows; "_columns"
+of all-reduces of few rows whose shards are columns, and "_one" of one-shot ones. In "_split_4", 4 blocks split k.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from distgemm.gemm.per_tile.local import LocalRanks
 from distgemm.gemm.per_tile.params import CONTROL_BYTES, Control
 from distgemm.gemm.per_tile.select import CONFIGS, ONE_SHOT, SPANNING, SPLIT, traits_of
 from distgemm.measure.models import MODELS
-from distgemm.measure.timing import time_launches
+from distgemm.measure.timing import order_of_round, time_launches
 from distgemm.schedulers import PATTERNS, Pattern
 
 TP = 8
@@ -371,8 +371,9 @@ class _Gpus(_Place):
             self.check(name)
             ready[name] = there, launches, _graphs(there, launches)
         times: dict[str, list[float]] = {name: [] for name in ready}
-        for _ in range(rounds + 1):
-            for name, (there, _, graphs) in ready.items():
+        for number in range(rounds + 1):
+            for name in order_of_round(ready, number):
+                there, _, graphs = ready[name]
                 times[name].append(_replay(there, graphs))
         for name, (there, launches, _) in ready.items():
             for call in self.calls:

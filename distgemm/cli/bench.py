@@ -109,7 +109,7 @@ def bench_command(
     rounds: Annotated[
         int | None,
         typer.Option(
-            "--rounds", metavar="N", parser=number(1), help="Bursts of each method. [default: 5; 3 with --quick]"
+            "--rounds", metavar="N", parser=number(1), help="Bursts of each method. [default: 11; 7 with --quick]"
         ),
     ] = None,
     burst_ms: Annotated[
@@ -175,7 +175,7 @@ def bench_command(
     from distgemm.bench.run import Settings
 
     settings = Settings(
-        rounds=rounds or (3 if quick else 5),
+        rounds=rounds or (7 if quick else 11),
         burst_ms=burst_ms,
         auto=auto,
         peers=not quick,

@@ -77,13 +77,13 @@ def test_repeated_options(measured: list[dict[str, Any]]) -> None:
 def test_defaults_and_quick(measured: list[dict[str, Any]]) -> None:
     assert invoke().exit_code == 0
     assert invoke("--quick").exit_code == 0
-    assert invoke("--model", "all", "--pattern", "gemm+ar", "--schedule", "gemm+ar", "--rounds", "7").exit_code == 0
+    assert invoke("--model", "all", "--pattern", "gemm+ar", "--schedule", "gemm+ar", "--rounds", "5").exit_code == 0
     usual, quick, every = measured
     assert {str(case) for case, _ in usual["todo"]} == {str(case) for case, _ in quick["todo"]}
     assert {case.model for case, _ in usual["todo"]} == {"llama-3-70b"}
     assert [len(tried) for _, tried in usual["todo"]] == [4, 5, 4, 5]
     assert [len(tried) for _, tried in quick["todo"]] == [2, 2, 2, 2]
-    assert (usual["settings"].rounds, quick["settings"].rounds, every["settings"].rounds) == (5, 3, 7)
+    assert (usual["settings"].rounds, quick["settings"].rounds, every["settings"].rounds) == (11, 7, 5)
     assert (usual["settings"].peers, quick["settings"].peers) == (True, False)
     assert [(case.model, case.layer) for case, _ in every["todo"]] == [
         (model, layer) for model in MODELS for layer in ("out", "fc2")
@@ -137,7 +137,8 @@ def test_build_compiles_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_resume_measures_what_is_missing(measured: list[dict[str, Any]], tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    line = ("--ranks", "4", "--m", "8192", "--pattern", "ag+gemm", "--pattern", "gemm+rs", "--json", str(file))
+    patterns = ("--pattern", "ag+gemm", "--pattern", "gemm+rs")
+    line = ("--ranks", "4", "--m", "8192", *patterns, "--rounds", "5", "--json", str(file))
     assert invoke(*line, "--resume").exit_code == 0  # nothing is there yet
     assert measured[0]["settings"].before is None and len(measured.pop()["todo"]) == 4
     result = example()
@@ -150,8 +151,7 @@ def test_resume_measures_what_is_missing(measured: list[dict[str, Any]], tmp_pat
     assert measured == []  # all was there
     assert "have rounds 5, and this run has 7: give --rounds" in refusal("bench", *line, "--resume", "--rounds", "7")
     assert "have --burst-ms 4.0, and this run has 2.0" in refusal("bench", *line, "--resume", "--burst-ms", "2")
-    quick = ("--resume", "--quick", "--rounds", "5")
-    assert "have peers True, and this run has False: give" in refusal("bench", *line, *quick)
+    assert "have peers True, and this run has False: give" in refusal("bench", *line, "--resume", "--quick")
     result["rows"][0]["methods"][0] |= {"wrong": True, "error": "off by 3"}
     save(result, file)
     assert invoke(*line, "--layer", "fc1", "--layer", "fc2", "--resume").exit_code == 1
