@@ -41,6 +41,9 @@ from distgemm.tune.candidates import predictions as all_predictions
 RESULTS = Path(__file__).parent / "results"
 LINK_GB_PER_S = 376.0
 RANKS = (2, 4, 8)
+WRITTEN_TOKENS = (512, 2048, 8192)
+WRITTEN = ("model", "layer", "pattern", "m", "ranks", "kernel", "time_us", "bound", "law_us", "holds")
+"""Of predictions, the rows and fields that are written."""
 KERNELS = "per_tile_4xh200"
 """The file of benchmarks/per_tile.py that constants are fitted to: the times of all kernels."""
 EXECUTIONS = ("executions_4xh200", "executions_few_4xh200")
@@ -254,12 +257,10 @@ def predictions() -> Iterator[dict[str, Any]]:
                 law = 1.03 * roof + 7
                 yield {
                     **{key: row[key] for key in ("model", "layer", "pattern", "m")},
-                    "local": [m, n, k],
                     "ranks": ranks,
                     "kernel": name,
-                    **{f"{key}_us": round(value, 1) for key, value in times._asdict().items()},
+                    "time_us": round(times.time, 1),
                     "bound": times.bound,
-                    "roof_us": round(roof, 1),
                     "law_us": round(law, 1),
                     "holds": times.time <= law,
                     "gemm": gemm,
@@ -338,7 +339,8 @@ def main() -> None:
         show(file, found[file])
     predicted = list(predictions())
     found["what_if"] = list(what_if(predicted))
-    found["predictions"] = [{key: value for key, value in row.items() if key != "gemm"} for row in predicted]
+    written = (row for row in predicted if row["m"] in WRITTEN_TOKENS)
+    found["predictions"] = [{key: row[key] for key in WRITTEN} for row in written]
     for row in found["what_if"]:
         print(*row.values())
     for ranks in RANKS:

@@ -11,8 +11,6 @@ from distgemm.viz.text import show_tile_order
 
 RANKS = (2, 4, 8)
 FILES = {"executions_4xh200": "of 512 to 16384 tokens", "executions_few_4xh200": "of 4 to 128 tokens"}
-SHOWN = (512, 2048, 8192)
-"""Tokens of the rows whose predictions are printed."""
 
 
 def _label(row: dict[str, Any]) -> str:
@@ -69,8 +67,7 @@ def per_tile_predictions() -> str:
     measured = {tuple(row[key] for key in keys): row for file in FILES for row in model[file]["rows"]}
     predicted: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
     for row in model["predictions"]:
-        if row["m"] in SHOWN:
-            predicted.setdefault(tuple(row[key] for key in keys), {})[row["ranks"]] = row
+        predicted.setdefault(tuple(row[key] for key in keys), {})[row["ranks"]] = row
     rows = []
     for place, found in predicted.items():
         last, known = found[RANKS[-1]], measured[place]
