@@ -411,7 +411,7 @@ def test_descriptors_and_slots_lie_within_the_memory(pattern: str) -> None:
 @pytest.mark.parametrize(("a_major", "b_major"), [("k", "k"), ("m", "n")])
 def test_boxes_fill_a_stage(tile: tuple[int, int], cluster: tuple[int, int], a_major: Any, b_major: Any) -> None:
     """The boxes that all blocks of a cluster load have the bytes that the barrier of a stage expects (load_)."""
-    traits = KernelTraits("gemm+rs", tile, cluster, a_major=a_major, b_major=b_major)
+    traits = KernelTraits("gemm+rs", tile, cluster, partial_dtype="float32", a_major=a_major, b_major=b_major)
     gemm = RankGemm(traits, (1, 2), 400, 328, 640)
     given = tensors_of(gemm)
     if a_major == "m":

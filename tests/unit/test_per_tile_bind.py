@@ -29,7 +29,11 @@ REDUCE = KernelTraits("gemm+rs", (128, 128), (2, 1), pingpong=True, epilogue_sta
         ({"tile": (256, 256)}, "at most 24576 elements in all; got 256x256"),
         ({"tile": (256, 160), "pattern": "gemm+rs", "sends": False}, "at most 16384 elements in all; got 256x160"),
         ({"tile": (128, 160), "cluster": (3, 1)}, "a multiple of 8 rows .* of 128x160 and clusters of 3x1"),
-        ({"pattern": "gemm+a2a", "tile": (128, 160), "sends": False}, "multiples of 128 bytes, got 160 col"),
+        (
+            {"pattern": "gemm+a2a", "tile": (128, 160), "sends": False},
+            "multiples of 128 bytes, got 160 columns of bfloat16 for gemm.a2a",
+        ),
+        ({"pattern": "gemm+rs", "tile": (128, 160), "sends": False}, "128 bytes, got 160 .* of bfloat16 for gemm.rs"),
         ({"epilogue_stages": 6}, "2 stages, and 3 are needed"),
         ({"a_major": "m"}, "sends rows of a gather"),
         ({"pattern": "gemm+rs"}, "sends rows of a gather"),
@@ -106,10 +110,8 @@ def test_slots_and_flags_lie_behind_each_other() -> None:
     tiles = 4 * 4  # 2 rows and 4 columns of clusters of 256x128
     assert gemm.flags == 3 * tiles
     assert gemm.slot_bytes == gemm.flags * 128 * 128 * 2
-    narrow = RankGemm(replace(REDUCE, tile=(128, 160), pingpong=False, epilogue_stages=1), (1, 2, 3), 300, 500, 64)
-    assert narrow.slot_bytes == 3 * (2 * 2 * 4 * 2) * 3 * 8192  # each part has 2.5 subtiles
-    slim = RankGemm(replace(REDUCE, pattern="gemm+ar", tile=(128, 96), epilogue_stages=1), (1, 2, 3), 300, 500, 64)
-    assert slim.slot_bytes == 2 * 3 * (2 * 2 * 6) * 4 * 8192  # a part of a result has 2 x 2 subtiles, one of a sum 3
+    exact = replace(REDUCE, tile=(128, 160), pingpong=False, partial_dtype="float32", epilogue_stages=1)
+    assert RankGemm(exact, (1, 2, 3), 300, 500, 64).slot_bytes == 3 * (2 * 2 * 4 * 2) * 5 * 8192
     both = RankGemm(replace(REDUCE, pattern="gemm+ar", epilogue_stages=3), (1, 2, 3), 300, 500, 64)
     assert both.flags == 2 * gemm.flags
     gather = RankGemm(GATHER, (1, 2, 3), 300, 500, 640)
@@ -157,7 +159,7 @@ def test_the_struct_of_an_order() -> None:
         replace(GATHER, tile=(256, 192), cluster=(1, 2)),
         replace(REDUCE, pattern="gemm+ar", tile=(64, 64), cluster=(1, 2), one_shot=True),
         replace(GATHER, tile=(128, 160), b_major="n"),
-        replace(REDUCE, tile=(128, 224), pingpong=False, epilogue_stages=1),
+        replace(REDUCE, tile=(128, 224), pingpong=False, partial_dtype="float32", epilogue_stages=1),
         replace(REDUCE, pattern="gemm+a2a", epilogue_stages=3, b_major="n"),
         replace(GATHER, pattern="a2a+gemm"),
         SPLIT,

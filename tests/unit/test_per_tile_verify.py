@@ -285,7 +285,6 @@ def test_spanned_shards_that_no_kernel_has_are_refused() -> None:
         ("ag+gemm", 256, 2, (128, 128)),
         ("gemm+ar", 32, 2, (128, 128)),
         ("ag+gemm", 2, 40, (128, 128)),  # a warp would read 40 flags of a slice
-        ("gemm+rs", 32, 2, (128, 96)),  # a subtile of a sum has rows of two times 64
     ):
         traits = KernelTraits(pattern, tile, (2, 1), True)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="tiles that span shards have equal shards"):

@@ -1,6 +1,6 @@
 // One persistent kernel does all work of a rank: it multiplies the tiles of D, and moves data tile by tile. It waits
-// for flags that peers set, and sets flags at peers. docs/per_tile.md has the reasons and the measurements. This page
-// says how to read the file.
+// for flags that peers set, and sets flags at peers. docs/per_tile.md has the reasons, and docs/per_tile_measured.md
+// the measurements. This page says how to read the file.
 //
 // What a rank does with a tile depends on the pattern, and on whose shard the tile is in:
 //
@@ -134,26 +134,20 @@ CUTE_HOST_DEVICE constexpr int subtile_column(int subtile) {
 }
 
 // A part of a partial sum is stored as threads hold it: packs of 16 bytes of each thread. A subtile has those of each
-// warp one behind the other, so 16 rows come before the next ones. The last subtile may have fewer packs.
-constexpr int kPackBytes = kWarpGroupThreads * 16, kPacks = kSubtile / kPackBytes;  // of a subtile
-constexpr int kSumBytes = kPartM * kPartN * sizeof(Partial);
-constexpr int kSums = (kSumBytes + kSubtile - 1) / kSubtile;  // subtiles
-static_assert(kSumBytes % kPackBytes == 0);
-constexpr int kPartPacks = kSumBytes / kPackBytes;
-constexpr int kSumsOfRows = kSums % kDown ? 0 : kSums / kDown;  // subtiles of a sum that have the same rows, if any
-constexpr int kWarpRows = 16;                                   // of a subtile
-CUTE_HOST_DEVICE constexpr int packs_of(int subtile) {
-  return subtile + 1 < kSums ? kPacks : kPartPacks - (kSums - 1) * kPacks;
-}
+// warp one behind the other, so 16 rows come before the next ones.
+constexpr int kPacks = kSubtile / (kWarpGroupThreads * 16);  // of a thread in a subtile
+constexpr int kSums = (kPartM * kPartN * sizeof(Partial) + kSubtile - 1) / kSubtile;  // subtiles
+constexpr int kSumsOfRows = kSums / kDown;                                             // those that have the same rows
+static_assert(!kReduces || kPartN * sizeof(Partial) % kLine == 0, "rows of a sum have whole lines of subtiles");
+constexpr int kPartPacks = kSums * kPacks;
+constexpr int kWarpRows = 16;            // of a subtile
 constexpr uint32_t kWarpPack = 32 * 16;  // bytes of a warp's pack
-// Bytes from the first pack of a thread to one of its packs, in whole subtiles; and by how many less in the last one.
+// Bytes from the first pack of a thread to one of its packs.
 CUTE_HOST_DEVICE constexpr uint32_t pack_offset(int pack) { return pack / kPacks * kSubtile + pack % kPacks * kWarpPack; }
-CUTE_DEVICE uint32_t pack_shift(int pack, uint32_t warp) {
-  return warp * (kPacks - packs_of(pack / kPacks)) * kWarpPack;
-}
 CUTE_DEVICE uint32_t first_pack(uint32_t thread) { return thread / 32 * kPacks * kWarpPack + thread % 32 * 16; }
 
-constexpr int kPartBytes = (kTakes ? cute::max(kSums, kResults) : kSums) * kSubtile;  // of a slot
+constexpr int kPartBytes = kSums * kSubtile;  // of a slot
+static_assert(!kTakes || kResults <= kSums);
 
 // A piece of a shard that is sent: so many rows, and so many bytes of each.
 constexpr int kPieceRows = 32, kPieceBytes = 512, kPieceK = kPieceBytes / sizeof(Element);
@@ -940,8 +934,8 @@ class Kernel {
 
   // Stores a subtile of a sum at the owners of its rows: those of each warp, which has 16, at one owner.
   CUTE_DEVICE void store_at_owners_(Tile const& tile, uint32_t buffer, int part, int subtile, uint8_t* from) {
-    int32_t const first = tile.row * kTileM + (subtile / cute::max(kSumsOfRows, 1) * kParts + part) * kHeight;
-    int32_t const bytes = packs_of(subtile) * kWarpPack;
+    int32_t const first = tile.row * kTileM + (subtile / kSumsOfRows * kParts + part) * kHeight;
+    constexpr int32_t bytes = kWarpRows * kLine;
     CUTE_NO_UNROLL
     for (int32_t warp = 0; warp < kHeight / kWarpRows; ++warp) {
       uint32_t const owner = (first + warp * kWarpRows) / params_.rank_rows;
@@ -955,17 +949,15 @@ class Kernel {
 
   // Bytes of a subtile that are stored at a peer: not those behind the last row, by 16 rows in a partial sum.
   CUTE_DEVICE int32_t bytes_(Tile const& tile, int part, int subtile, bool is_sum) const {
-    constexpr int of_rows = kSumsOfRows;
-    int32_t const whole = is_sum ? packs_of(subtile) * kPackBytes : kSubtile;
-    int const down = is_sum ? (of_rows ? subtile / of_rows : 0) : subtile % kDown;
+    int const down = is_sum ? subtile / kSumsOfRows : subtile % kDown;
     int32_t const rows = params_.m - int32_t(tile.row * kTileM + (down * kParts + part) * kHeight);
-    if (rows >= kHeight || (is_sum && !of_rows)) return whole;
+    if (rows >= kHeight) return kSubtile;
     if (rows <= 0) return 0;
-    return is_sum ? whole / 4 * ((rows + kWarpRows - 1) / kWarpRows) : rows * kLine;
+    return is_sum ? kSubtile / 4 * ((rows + kWarpRows - 1) / kWarpRows) : rows * kLine;
   }
   // The same, of all parts of a tile.
   CUTE_DEVICE uint32_t tile_bytes_(Tile const& tile, bool is_sum) const {
-    if (int32_t((tile.row + 1) * kTileM) <= params_.m) return (is_sum ? kSumBytes : kResults * kSubtile) * kParts;
+    if (int32_t((tile.row + 1) * kTileM) <= params_.m) return (is_sum ? kSums : kResults) * kSubtile * kParts;
     uint32_t bytes = 0;
     CUTE_NO_UNROLL
     for (int i = 0; i < (is_sum ? kSums : kResults) * kParts; ++i) {
@@ -1146,10 +1138,12 @@ class Kernel {
     scale_(sums);
     if constexpr (kOneShot) exchange_sums_(sums, ticket.clock, tile, part, thread);
     bool const leaves = kReduces && (tile.distance || spans_());
-    if (leaves) write_sums_(sums, group, uses, thread);
+    if constexpr (kReduces) {
+      if (leaves) write_sums_(sums, group, uses, thread);
+    }
     if (!leaves || (scatters_() && own_rows_(tile.row * kTileM, kTileM))) {
-      if (kReduces && (!scatters_() || owns_some_(tile, part, thread / 32))) {
-        add_sums_(sums, ticket.clock, part_(tile, part), thread);
+      if constexpr (kReduces) {
+        if (!scatters_() || owns_some_(tile, part, thread / 32)) add_sums_(sums, ticket.clock, part_(tile, part), thread);
       }
       if (!kToOwners || !tile.distance) add_terms_(sums, tile, part, thread);
       write_results_(sums, group, uses, thread);
@@ -1264,7 +1258,7 @@ class Kernel {
       uint4& to = found[pack % ahead];
       asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
-                   : "l"(slots + uint64_t(sum_slot_(i, part)) * kPartBytes + pack_offset(pack) - pack_shift(pack, thread / 32))
+                   : "l"(slots + uint64_t(sum_slot_(i, part)) * kPartBytes + pack_offset(pack))
                    : "memory");
     };
     uint32_t first = 1, arrived = 0;  // of those that come next, from the first on, as bits
@@ -1390,11 +1384,11 @@ class Kernel {
     for (int subtile = 0; subtile < kSums; ++subtile) {
       uint8_t* const to = begin_write_(group, uses) + first_pack(thread);
       CUTE_UNROLL
-      for (int pack = subtile * kPacks; pack < (subtile + 1) * kPacks && pack < kPartPacks; ++pack) {
+      for (int pack = subtile * kPacks; pack < (subtile + 1) * kPacks; ++pack) {
         cutlass::Array<float, kPacked> values;
         CUTE_UNROLL
         for (int i = 0; i < kPacked; ++i) values[i] = sums(pack * kPacked + i);
-        *reinterpret_cast<Pack*>(to + pack_offset(pack % kPacks) - pack_shift(pack, thread / 32)) =
+        *reinterpret_cast<Pack*>(to + pack_offset(pack % kPacks)) =
             cutlass::NumericArrayConverter<Partial, float, kPacked>::convert(values);
       }
       end_write_(group, uses);

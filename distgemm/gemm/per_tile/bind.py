@@ -68,7 +68,7 @@ def may_span(traits: KernelTraits, ranks: int, rows: int) -> bool:
     if traits.gathers:  # the flags of a slice are read by one warp
         shards = min(ranks, -(-(height - 1) // rows) + 1)
         return shards * -(-rows // PIECE_ROWS) <= LANES
-    return rows % WARP_ROWS == 0 and traits.sums_have_rows
+    return rows % WARP_ROWS == 0
 
 
 @dataclass(frozen=True)

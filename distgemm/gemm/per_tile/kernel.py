@@ -114,10 +114,10 @@ class KernelTraits:
                 f"columns, a multiple of {COLUMNS.step}, at most {most} elements in all; got "
                 f"{self.tile[0]}x{self.tile[1]} with pingpong={self.pingpong}"
             )
-        if self.pattern == "gemm+a2a" and columns * BYTES[self.out_dtype] % LINE:
+        if not self.gathers and not self.one_shot and columns * BYTES[self.partial_dtype] % LINE:
             raise ValueError(
-                f"subtiles of an all-to-all do not overlap: rows of its tiles are multiples of {LINE} bytes, got "
-                f"{columns} columns of {self.out_dtype}"
+                f"rows of a tile that goes to a peer are multiples of {LINE} bytes, got {columns} columns of "
+                f"{self.partial_dtype} for {self.pattern}"
             )
         if any(extent % (SWIZZLE_ROWS * blocks) for extent, blocks in self.shares):
             raise ValueError(
@@ -204,19 +204,10 @@ class KernelTraits:
         return 1 if self.pingpong else GROUPS
 
     @property
-    def sums_have_rows(self) -> bool:
-        """Whether each warp has 16 rows of each subtile of a partial sum, and not of two times 64 rows."""
-        rows, columns = self.tile[0] // self.parts, self.tile[1]
-        down = rows // SUBTILE_ROWS
-        return -(-rows * columns * BYTES[self.partial_dtype] // SUBTILE_BYTES) % down == 0
-
-    @property
     def part_bytes(self) -> int:
         """Bytes of a part of a partial sum or result in a slot: whole subtiles."""
-        rows, columns = self.tile[0] // self.parts, self.tile[1]
-        sums = -(-rows * columns * BYTES[self.partial_dtype] // SUBTILE_BYTES)
-        results = rows // SUBTILE_ROWS * -(-columns * BYTES[self.out_dtype] // LINE)
-        return max(sums, results if self.takes else 0) * SUBTILE_BYTES
+        sums = self.tile[0] // self.parts * self.tile[1] * BYTES[self.partial_dtype]
+        return -(-sums // SUBTILE_BYTES) * SUBTILE_BYTES
 
     @property
     def name(self) -> str:
