@@ -3,6 +3,7 @@
     python benchmarks/per_tile_model.py --json FILE
     python benchmarks/per_tile_model.py --fit                 fit the constants of the model: 30 minutes
     python benchmarks/per_tile_model.py --executions FILE     only compare with a file of `distgemm bench --executions`
+    python benchmarks/per_tile_model.py --executions FILE --machine h100    errors with the figures of another machine
 
 It needs no GPU. Errors are those of the fastest kernel of each row. The roof is the longer of the best GEMM alone and
 the bytes at 376 GB/s. Predictions are of the fastest kernel by the model. "selected" says what `schedule="auto"` costs
@@ -77,8 +78,8 @@ class Kernel(NamedTuple):
     us: float
 
 
-def costs() -> Costs:
-    return Costs(Machine.load("h200"))
+def costs(machine: str = select.MACHINE) -> Costs:
+    return Costs(Machine.load(machine))
 
 
 def hot(usual: Costs, share: float, later: float) -> Costs:
@@ -194,12 +195,12 @@ def per_tile_of(row: dict[str, Any]) -> list[Kernel]:
     return found
 
 
-def errors_of_executions(path: Path) -> dict[str, Any]:
+def errors_of_executions(path: Path, machine: str = select.MACHINE) -> dict[str, Any]:
     """Errors of the fastest per-tile kernel of each row of a file of distgemm bench."""
     rows = []
     for row in report.load(path)["rows"]:
         best = min(per_tile_of(row), key=lambda kernel: kernel.us)
-        error = predict_per_tile(best.gemm, costs()).time / best.us - 1
+        error = predict_per_tile(best.gemm, costs(machine)).time / best.us - 1
         about = {key: row[key] for key in ("model", "layer", "pattern", "m")}
         rows.append({**about, "us": round(best.us, 1), "error": round(error, 4)})
     return {**summary(rows), "rows": rows}
@@ -319,6 +320,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was found to a file")
     parser.add_argument("--fit", action="store_true", help="only fit the constants to the measurements")
     parser.add_argument("--executions", type=Path, metavar="FILE", help="only compare with a file of distgemm bench")
+    parser.add_argument("--machine", default=select.MACHINE, help="of errors of --executions [%(default)s]")
     args = parser.parse_args()
     if args.fit:
         fit()
@@ -328,7 +330,7 @@ def main() -> None:
         print(name, {key: value for key, value in figures.items() if key != "rows"}, flush=True)
 
     if args.executions:
-        show("errors", errors_of_executions(args.executions))
+        show("errors", errors_of_executions(args.executions, args.machine))
         show("selected", selected(args.executions))
         return
     found: dict[str, Any] = {"benchmark": "per_tile_model", KERNELS: errors_of_kernels()}
