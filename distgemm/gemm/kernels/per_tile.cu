@@ -692,48 +692,7 @@ class Kernel {
 
   // ---------------------------------------------------------------- warp 1
 
-  // A piece that is sent: whence, where to, and how much of it.
-  struct Sent {
-    uint8_t const* from;
-    uint64_t to, flag;
-    int32_t rows;
-    uint32_t bytes;  // of a row
-    bool leaves;     // this GPU
-  };
-  CUTE_DEVICE Sent sent_(Clock clock, uint32_t ticket) const {
-    auto const piece = params_.pieces.at(ticket);
-    uint32_t const peer = rank_at_(spaces_.ranks - piece.distance);
-    int64_t const column = int64_t(piece.slice) * kPieceBytes, row_bytes = int64_t(params_.k) * sizeof(Element);
-    int32_t const begin = piece.row * kPieceRows;
-    int64_t const row = (kFromHolders ? int64_t(peer) * params_.m : 0) + begin;
-    uint32_t const shard = received_(piece.distance, spaces_.rank);
-    uint64_t const to = spans_() ? received_at_(0, piece.slice, shard * params_.rank_rows + begin)
-                                 : received_at_(shard, piece.slice, begin);
-    return {
-        reinterpret_cast<uint8_t const*>(params_.shard) + row * params_.shard_stride * sizeof(Element) + column,
-        spaces_.slot(peer, clock.buffer(), to),
-        spaces_.flag(peer, clock.buffer(), piece_slot_(shard, piece.row, piece.slice)),
-        cute::min(int32_t(kPieceRows), params_.rank_rows - begin), uint32_t(cute::min(int64_t(kPieceBytes), row_bytes - column)),
-        piece.distance != 0};
-  }
-
-  // Loads the halves of a piece.
-  CUTE_DEVICE void load_piece_(Sent const& sent) {
-    int64_t const pitch = params_.shard_stride * sizeof(Element);
-    for (int32_t half = 0; half * kCopyRows < sent.rows; ++half) {
-      int32_t const first = half * kCopyRows, rows = cute::min(int32_t(kCopyRows), sent.rows - first);
-      uint8_t* const to = storage_.copied[half];
-      if (sent.bytes < kPieceBytes) clear_behind_(to, sent.bytes);
-      if (lane() == 0) Barrier::expect(storage_.arrived[half], rows * sent.bytes);
-      __syncwarp();
-      if (int32_t(lane()) < rows) {
-        SM90_BULK_COPY_G2S::copy(
-            sent.from + (first + lane()) * pitch, &storage_.arrived[half], to + lane() * kPieceBytes, sent.bytes);
-      }
-    }
-  }
-
-  // Sends the shard, or each peer's rows of it, piece by piece. The next piece is loaded while this one is stored.
+  // Sends the shard, or each peer's rows of it, piece by piece.
   CUTE_DEVICE void send_() {
     Tickets tickets{storage_};
     Clock const clock = tickets.next().clock;
@@ -741,40 +700,60 @@ class Kernel {
     uint32_t& counter = spaces_.control(spaces_.rank).counter;
     LinkPacing const pacing{&spaces_.control(spaces_.rank).link_free, params_.picoseconds_per_kib};
     uint32_t const count = params_.pieces.pieces();
-    uint32_t phases = 0;  // of the halves, as bits
-    uint32_t ticket = __shfl_sync(0xffffffff, lane() == 0 ? take_(counter) : 0, 0);
-    Sent next{};
-    auto const begin = [&] {
-      if (ticket >= count) return;
-      next = sent_(clock, ticket);
-      load_piece_(next);
-    };
-    begin();
-    while (ticket < count) {
-      uint32_t const taken = lane() == 0 ? take_(counter) : 0;
-      Sent const sent = next;
-      if (lane() == 0 && sent.leaves) pacing.wait(sent.rows * sent.bytes);
-      for (int32_t half = 0; half * kCopyRows < sent.rows; ++half, commit()) {
-        Barrier::wait(storage_.arrived[half], phases >> half);
-        phases ^= 1 << half;
-        if (lane() == 0) {
-          int32_t const first = half * kCopyRows, rows = cute::min(int32_t(kCopyRows), sent.rows - first);
-          SM90_BULK_COPY_S2G::copy(
-              storage_.copied[half], reinterpret_cast<void*>(sent.to + first * kPieceBytes), rows * kPieceBytes);
-        }
+    Uses<2> uses;
+    int64_t const row_bytes = int64_t(params_.k) * sizeof(Element), pitch = params_.shard_stride * sizeof(Element);
+    uint32_t taken = lane() == 0 ? take_(counter) : 0;
+    for (;;) {
+      uint32_t const ticket = __shfl_sync(0xffffffff, taken, 0);
+      if (ticket >= count) {
+        if (lane() == 0 && ticket == count + gridDim.x - 1) atomicExch(&counter, 0u);
+        return;
       }
-      ticket = __shfl_sync(0xffffffff, taken, 0);
-      wait_until_read<0>();
-      __syncwarp();
-      begin();
+      if (lane() == 0) taken = take_(counter);
+      auto const piece = params_.pieces.at(ticket);
+      uint32_t const peer = rank_at_(spaces_.ranks - piece.distance);
+      int64_t const column = int64_t(piece.slice) * kPieceBytes;
+      uint32_t const bytes = cute::min(int64_t(kPieceBytes), row_bytes - column);
+      int32_t const begin = piece.row * kPieceRows, end = cute::min(begin + kPieceRows, params_.rank_rows);
+      int64_t const first_row = kFromHolders ? int64_t(peer) * params_.m : 0;
+      auto const* const from = reinterpret_cast<uint8_t const*>(params_.shard) + first_row * pitch + column;
+      uint32_t const shard = received_(piece.distance, spaces_.rank);
+      uint64_t const to = spaces_.slot(
+          peer, clock.buffer(), spans_() ? received_at_(0, piece.slice, shard * params_.rank_rows) : received_at_(shard, piece.slice, 0));
+      auto const load = [&](int32_t row, uint32_t use) {
+        int32_t const rows = cute::min(int32_t(kCopyRows), end - row);
+        if (bytes < kPieceBytes) clear_behind_(storage_.copied[use % 2], bytes);
+        if (lane() == 0) Barrier::expect(storage_.arrived[use % 2], rows * bytes);
+        __syncwarp();
+        if (int32_t(lane()) < rows) {
+          SM90_BULK_COPY_G2S::copy(
+              from + (row + lane()) * pitch, &storage_.arrived[use % 2],
+              storage_.copied[use % 2] + lane() * kPieceBytes, bytes);
+        }
+      };
+      load(begin, uses.count);
+      for (int32_t row = begin; row < end; row += kCopyRows, ++uses.count) {
+        if (row + kCopyRows < end) {
+          wait_until_read<0>();
+          __syncwarp();
+          load(row + kCopyRows, uses.count + 1);
+        }
+        if (lane() == 0 && row == begin && piece.distance) pacing.wait((end - begin) * bytes);
+        Barrier::wait(storage_.arrived[uses.index()], uses.phase());
+        if (lane() == 0) {
+          SM90_BULK_COPY_S2G::copy(
+              storage_.copied[uses.index()], reinterpret_cast<void*>(to + row * kPieceBytes),
+              cute::min(int32_t(kCopyRows), end - row) * kPieceBytes);
+        }
+        commit();
+      }
       wait_until_stored();
       __syncwarp();
       if (lane() == 0) {
         release_to_system();
-        Workspaces::set(sent.flag, clock.epoch());
+        Workspaces::set(spaces_.flag(peer, clock.buffer(), piece_slot_(shard, piece.row, piece.slice)), clock.epoch());
       }
     }
-    if (lane() == 0 && ticket == count + gridDim.x - 1) atomicExch(&counter, 0u);
   }
 
   // Clears what lies behind so many bytes of each row of a piece. B is 0 there, but 0 times NaN is NaN.
