@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import pytest
@@ -14,7 +16,7 @@ from distgemm.bench.cases import CANDIDATES, Case, Job, jobs
 from distgemm.bench.run import Settings, progress, run_case
 from distgemm.measure import timing
 from distgemm.measure.operation import Method, Operation, WrongResultError, eager
-from distgemm.measure.timing import Sample, measure, sample
+from distgemm.measure.timing import Sample, measure, order_of_round, sample
 from distgemm.plan.problem import GemmProblem
 from distgemm.schedulers import PATTERNS, list_patterns
 from tests import forked
@@ -212,6 +214,19 @@ def test_bursts_have_random_orders_and_are_as_long_as_was_asked() -> None:
     assert len({tuple(order) for order in rounds}) == ROUNDS + 1
     lasted = dict(results()[1]["log"][-count:])  # of the slower rank, for which the bursts are made
     assert lasted == {"fast": 8, "slow": 24, "long": 40, "late": 8, "host": 8, "part alone": 8}
+
+
+def test_orders_depend_on_the_round_and_on_the_names() -> None:
+    """Over many rows of methods each one follows each other one about as often."""
+    follows: Counter[tuple[int, int]] = Counter()
+    for row in range(200):
+        names = [f"{row} {number}" for number in range(5)]
+        for number in range(3):
+            order = [names.index(name) for name in order_of_round(names, number)]
+            assert sorted(order) == list(range(5))
+            follows.update(pairwise(order))
+    assert len(follows) == 20
+    assert all(70 < count < 170 for count in follows.values())  # 120 on average
 
 
 def test_calls_in_a_graph() -> None:
