@@ -44,7 +44,8 @@ def cases(ranks: int) -> list[Case]:
         odd = {mode: extent * (ranks if mode in modes else 1) for mode, extent in (("m", 200), ("n", 328), ("k", 136))}
         even = {mode: extent * (ranks if mode in modes else 1) for mode, extent in (("m", 384), ("n", 512), ("k", 320))}
         one = Case(schedule, (ranks,), **odd, config=CONFIGS[0], execution="per_tile")
-        others = CONFIGS[1:4] if pattern == "gemm+a2a" else CONFIGS[1:]  # whose subtiles do not overlap
+        stores_tiles = pattern in {"gemm+rs", "gemm+ar", "gemm+a2a"}  # at peers: rows of 128 bytes
+        others = CONFIGS[1:4] if stores_tiles else CONFIGS[1:]
         found += [replace(one, config=config) for config in (None, *others)]
         found += [replace(one, **even, config=CONFIGS[1])]
         if pattern in {"ag+gemm", "gemm+rs"}:  # tiles span shards

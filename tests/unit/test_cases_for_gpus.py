@@ -8,11 +8,14 @@ import pytest
 import torch
 
 from distgemm.gemm.cutlass import CutlassProvider
+from distgemm.gemm.per_tile.select import gemm_of
 from distgemm.plan.ops import Gemm
 from distgemm.runtime.cuda.binding import Binder
 from distgemm.runtime.cuda.lowering import check_waits
 from distgemm.runtime.executable import ExecutionConfig
+from distgemm.schedulers import list_patterns
 from tests.gpu import cuda_worker as worker
+from tests.gpu import per_tile_streams, per_tile_worker
 from tests.gpu.cuda_worker import Case
 
 EVERY = [
@@ -40,6 +43,13 @@ def test_every_rank_can_execute_its_part(case: Case) -> None:
         for binder in binders(case):
             multiplies = any(isinstance(op, Gemm) for op in binder.plan.ops(binder.rank))
             assert binder.sources(c=bool(case.beta)) or not multiplies or case.provider == "cublas"
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+def test_per_tile_kernels_execute_their_cases(ranks: int) -> None:
+    every = per_tile_worker.cases(ranks)
+    assert {gemm_of(case.plan(), case.config).traits.pattern for case in every} == set(list_patterns())
+    assert all(gemm.order.clusters for gemm in per_tile_streams.gemms(ranks))
 
 
 @pytest.mark.parametrize(
