@@ -115,6 +115,9 @@ SPANS = Variant("span", gemm={"spans": True})
 COLUMNS = Variant("columns", gemm={"by_columns": True})
 ONE_SHOT_ROWS = 256
 """The most rows of all-reduces with shards of columns, and of one-shot ones."""
+LOW = ("128x128x64_1x2_pingpong", "128x256x64_1x2_cooperative")
+LOW_ROWS = 128
+"""Kernels of reductions whose shards have as many rows or fewer, and the rows. "auto" does not try them."""
 STORES = (
     *(Variant(f"{rate} GB/s", call={"gb_per_s": float(rate)}) for rate in (340, 374, 390, 0)),
     *(Variant(f"lead {lead}", gemm={"lead": lead}) for lead in (0, 8)),
@@ -143,16 +146,18 @@ def rows(tokens: Sequence[int], only: Sequence[str]) -> Iterator[Row]:
 
 
 def kernels(row: Row, ranks: int, sends: bool, names: Sequence[str]) -> dict[str, tuple[KernelTraits, Variant]]:
-    """Those that executables have, and the same without spanning; 64x128 with clusters of 1x2 only for 64 rows.
+    """Those that executables have, the same without spanning, and LOW; 64x128 with clusters of 1x2 only for 64 rows.
 
     Of these, those whose names have one of the parts.
     """
     found = {}
-    for config in dict.fromkeys((*CONFIGS[row.pattern], *SPANNING, *(SPLIT if row.pattern == "ag+gemm" else ()))):
+    low = LOW if row.pattern in {"gemm+rs", "gemm+ar"} and row.m // ranks <= LOW_ROWS else ()
+    more = SPLIT if row.pattern == "ag+gemm" else low
+    for config in dict.fromkeys((*CONFIGS[row.pattern], *SPANNING, *more)):
         traits = traits_of(config, row.pattern)
         spans = may_span(traits, ranks, row.m // ranks)
         traits = replace(traits, sends=sends and traits.sends)
-        if config in CONFIGS[row.pattern][: None if row.m // ranks <= 64 else -1]:
+        if config in (*CONFIGS[row.pattern][: None if row.m // ranks <= 64 else -1], *low):
             found[label(traits)] = traits, PLAIN
         if spans:
             found[f"{label(traits)}_span"] = traits, SPANS
