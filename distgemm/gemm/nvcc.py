@@ -58,6 +58,7 @@ __all__ = [
     "pack_cubins",
     "sources_hash",
     "stop_compilers",
+    "wait_for",
     "usable_pack",
     "works_here",
 ]
@@ -76,6 +77,8 @@ VERSION_TIMEOUT_S = 60.0
 """Time in which nvcc must say its version."""
 COMPILE_TIMEOUT_S = 1800.0
 """Time in which nvcc must compile a kernel. It takes about 10 s on an idle machine."""
+SIGNALS_S = 0.2
+"""Time after which a wait looks for signals, and waits again."""
 
 TOO_OLD = "Unsupported gpu architecture"
 NEWER_NVCC = "install a newer nvcc, and set DISTGEMM_NVCC to its path"
@@ -268,6 +271,16 @@ def _guard() -> Iterator[Callable[[int], object]]:
 def _kill(group: int) -> None:
     with contextlib.suppress(ProcessLookupError):  # it has ended
         os.killpg(group, signal.SIGKILL)
+
+
+def wait_for(futures: Iterable[Future[Any]]) -> None:
+    """Wait until these futures are done, or until Ctrl-C.
+
+    A signal that comes just before Python waits for a lock does not end that wait. So no wait is long.
+    """
+    for future in futures:
+        while wait([future], SIGNALS_S).not_done:
+            continue
 
 
 def stop_compilers(futures: Sequence[Future[Any]]) -> None:
@@ -495,6 +508,7 @@ def build(sources: Iterable[KernelSource], jobs: int | None = None, progress: bo
                 elif not _is_intact(_cached(source)[0]):
                     _make_once(source)  # the pack has it
             for future in futures:
+                wait_for([future])
                 future.result()
         except BaseException as error:
             for future in futures:

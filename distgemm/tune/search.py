@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -18,7 +18,7 @@ from distgemm.gemm import GemmSpec, GemmTensors, MatrixSpec, forget_kernels
 from distgemm.gemm import select as gemm_select
 from distgemm.gemm.cache import Entries
 from distgemm.gemm.cutlass import CutlassProvider, kernel_source
-from distgemm.gemm.nvcc import KernelSource, build_together, is_there, stop_compilers
+from distgemm.gemm.nvcc import KernelSource, build_together, is_there, stop_compilers, wait_for
 from distgemm.gemm.spec import SCALE_BLOCK, Status
 from distgemm.measure.operation import Operation, WrongResultError, executable_method
 from distgemm.measure.timing import attempt, sample
@@ -361,7 +361,7 @@ def compiling(sources: Sequence[KernelSource], group: dist.ProcessGroup) -> Iter
     with ThreadPoolExecutor(1) as pool:
         compiled = [pool.submit(build_together, sources, rank, size, background=True)] if sources else []
         try:
-            yield lambda: wait(compiled)
+            yield lambda: wait_for(compiled)
         except KeyboardInterrupt:
             stop_compilers(compiled)
             raise

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
@@ -329,6 +329,20 @@ def test_ctrl_c_ends_the_compilers(nvcc: Nvcc) -> None:
                 os.killpg(int(pid), signal.SIGKILL)
     assert b"KeyboardInterrupt" in errors and not cubins()
     assert len(nvcc.calls) == 2  # and not the third one
+
+
+def test_no_wait_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python loses a signal that comes just before a wait for a lock, until that wait ends."""
+    timeouts = []
+
+    def waited(futures: list[Future[None]], timeout: float) -> object:
+        timeouts.append(timeout)
+        return wait(futures, timeout)
+
+    monkeypatch.setattr(compiler, "wait", waited)
+    with ThreadPoolExecutor(1) as pool:
+        compiler.wait_for([pool.submit(time.sleep, 0.7)])
+    assert len(timeouts) >= 2 and max(timeouts) <= 0.5
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
