@@ -116,8 +116,9 @@ COLUMNS = Variant("columns", gemm={"by_columns": True})
 ONE_SHOT_ROWS = 256
 """The most rows of all-reduces with shards of columns, and of one-shot ones."""
 LOW = ("128x128x64_1x2_pingpong", "128x256x64_1x2_cooperative")
+"""Kernels of reductions whose shards have few rows. "auto" does not try them."""
 LOW_ROWS = 128
-"""Kernels of reductions whose shards have as many rows or fewer, and the rows. "auto" does not try them."""
+"""The most rows of such a shard."""
 STORES = (
     *(Variant(f"{rate} GB/s", call={"gb_per_s": float(rate)}) for rate in (340, 374, 390, 0)),
     *(Variant(f"lead {lead}", gemm={"lead": lead}) for lead in (0, 8)),

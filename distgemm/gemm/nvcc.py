@@ -58,8 +58,8 @@ __all__ = [
     "pack_cubins",
     "sources_hash",
     "stop_compilers",
-    "wait_for",
     "usable_pack",
+    "wait_for",
     "works_here",
 ]
 
@@ -78,7 +78,7 @@ VERSION_TIMEOUT_S = 60.0
 COMPILE_TIMEOUT_S = 1800.0
 """Time in which nvcc must compile a kernel. It takes about 10 s on an idle machine."""
 SIGNALS_S = 0.2
-"""Time after which a wait looks for signals, and waits again."""
+"""How long Python waits for compilers at a time. Between two waits it handles signals."""
 
 TOO_OLD = "Unsupported gpu architecture"
 NEWER_NVCC = "install a newer nvcc, and set DISTGEMM_NVCC to its path"
@@ -276,7 +276,7 @@ def _kill(group: int) -> None:
 def wait_for(futures: Iterable[Future[Any]]) -> None:
     """Wait until these futures are done, or until Ctrl-C.
 
-    A signal that comes just before Python waits for a lock does not end that wait. So no wait is long.
+    Python waits for a lock. If a signal comes just before, it does not end that wait. So each wait is short.
     """
     for future in futures:
         while wait([future], SIGNALS_S).not_done:
