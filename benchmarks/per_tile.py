@@ -37,7 +37,7 @@ from distgemm.gemm.per_tile.epochs import TICKET_BITS
 from distgemm.gemm.per_tile.kernel import GATHERING, KernelTraits, Launch
 from distgemm.gemm.per_tile.local import LocalRanks
 from distgemm.gemm.per_tile.params import CONTROL_BYTES, Control
-from distgemm.gemm.per_tile.select import CONFIGS, ONE_SHOT, SPANNING, SPLIT, traits_of
+from distgemm.gemm.per_tile.select import CONFIGS, FLAT, FLAT_M, ONE_SHOT, SPANNING, SPLIT, traits_of
 from distgemm.measure.models import MODELS
 from distgemm.measure.timing import order_of_round, time_launches
 from distgemm.schedulers import PATTERNS, Pattern
@@ -115,10 +115,6 @@ SPANS = Variant("span", gemm={"spans": True})
 COLUMNS = Variant("columns", gemm={"by_columns": True})
 ONE_SHOT_ROWS = 256
 """The most rows of all-reduces with shards of columns, and of one-shot ones."""
-LOW = ("128x128x64_1x2_pingpong", "128x256x64_1x2_cooperative")
-"""Kernels of reductions whose shards have few rows. "auto" does not try them."""
-LOW_ROWS = 128
-"""The most rows of such a shard."""
 STORES = (
     *(Variant(f"{rate} GB/s", call={"gb_per_s": float(rate)}) for rate in (340, 374, 390, 0)),
     *(Variant(f"lead {lead}", gemm={"lead": lead}) for lead in (0, 8)),
@@ -147,18 +143,18 @@ def rows(tokens: Sequence[int], only: Sequence[str]) -> Iterator[Row]:
 
 
 def kernels(row: Row, ranks: int, sends: bool, names: Sequence[str]) -> dict[str, tuple[KernelTraits, Variant]]:
-    """Those that executables have, the same without spanning, and LOW; 64x128 with clusters of 1x2 only for 64 rows.
+    """Those that executables have, and the same without spanning; 64x128 with clusters of 1x2 only for 64 rows.
 
     Of these, those whose names have one of the parts.
     """
     found = {}
-    low = LOW if row.pattern in {"gemm+rs", "gemm+ar"} and row.m // ranks <= LOW_ROWS else ()
-    more = SPLIT if row.pattern == "ag+gemm" else low
+    flat = (FLAT,) if row.pattern in {"gemm+rs", "gemm+ar"} and row.m // ranks <= FLAT_M else ()
+    more = SPLIT if row.pattern == "ag+gemm" else flat
     for config in dict.fromkeys((*CONFIGS[row.pattern], *SPANNING, *more)):
         traits = traits_of(config, row.pattern)
         spans = may_span(traits, ranks, row.m // ranks)
         traits = replace(traits, sends=sends and traits.sends)
-        if config in (*CONFIGS[row.pattern][: None if row.m // ranks <= 64 else -1], *low):
+        if config in (*CONFIGS[row.pattern][: None if row.m // ranks <= 64 else -1], *flat):
             found[label(traits)] = traits, PLAIN
         if spans:
             found[f"{label(traits)}_span"] = traits, SPANS

@@ -20,7 +20,7 @@ import distgemm
 from distgemm.gemm import select as gemm_select
 from distgemm.gemm.cutlass import CutlassProvider, kernel_source
 from distgemm.gemm.nvcc import KernelSource
-from distgemm.gemm.per_tile.select import CONFIGS, ONE_SHOT, SPANNING, SPLIT, traits_of
+from distgemm.gemm.per_tile.select import CONFIGS, FLAT, ONE_SHOT, SPANNING, SPLIT, traits_of
 from distgemm.gemm.target import compiling_for
 from distgemm.measure.models import MODELS, Layer
 from distgemm.plan.problem import GemmProblem
@@ -87,10 +87,14 @@ def test_per_tile_kernels_are_listed(listed: set[KernelSource]) -> None:
         traits_of(config, pattern, turned_b=turned_b).source()
         for pattern, both in patterns
         for turned_b in {False, both}
-        for config in (*CONFIGS[pattern], *(SPANNING if both else ()), *(SPLIT if pattern == "ag+gemm" else ()))
+        for config in (
+            *CONFIGS[pattern],
+            *(SPANNING if both else ()),
+            *(SPLIT if pattern == "ag+gemm" else (FLAT,)),
+        )
     }
     wanted |= {traits_of(config, "gemm+ar", one_shot=True).source() for config in ONE_SHOT}
-    assert len(wanted) == 46 and wanted == {source for source in listed if source.file == "per_tile.cu"}
+    assert len(wanted) == 49 and wanted == {source for source in listed if source.file == "per_tile.cu"}
 
 
 @pytest.mark.sample(1)

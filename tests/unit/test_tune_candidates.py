@@ -18,7 +18,7 @@ from distgemm.bench.choices import UNFUSED_PROGRAMS
 from distgemm.gemm.cublas import CublasProvider
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.per_tile.model import Costs, predict_per_tile
-from distgemm.gemm.per_tile.select import CONFIGS, ONE_SHOT, SPANNING, SPLIT, gemm_of
+from distgemm.gemm.per_tile.select import CONFIGS, FLAT, ONE_SHOT, SPANNING, SPLIT, gemm_of
 from distgemm.measure.models import MODELS
 from distgemm.plan.patterns import does_pattern
 from distgemm.runtime.cuda.lowering import check_across
@@ -155,8 +155,11 @@ def test_per_tile_kernels_are_considered(pattern: Pattern) -> None:
     assert [config.execution.config for config in found] == [*CONFIGS[pattern][:-1]]
     few = candidates.predictions(GemmProblem(256, 8192, 8192), pattern, 4)
     tiles = [config.execution.config for config in few if config.execution.execution == "per_tile"]
-    spanning = {"ag+gemm": (SPANNING[0], SPLIT[-1]), "gemm+rs": SPANNING[:1]}
-    assert tiles == [*CONFIGS[pattern], *spanning.get(pattern, ())]
+    more = {"ag+gemm": (SPANNING[0], SPLIT[-1]), "gemm+rs": (FLAT, SPANNING[0]), "gemm+ar": (FLAT,)}
+    assert tiles == [*CONFIGS[pattern], *more.get(pattern, ())]
+    for rows, flat in ((64, True), (128, True), (129, False)):
+        measured = candidates.predictions(GemmProblem(4 * rows, 8192, 8192), pattern, 4)
+        assert (FLAT in {each.execution.config for each in measured}) == (flat and pattern in {"gemm+rs", "gemm+ar"})
     for config, time in found.items():
         gemm = gemm_of(config.plan(problem, 4), config.execution.config)
         assert time == predict_per_tile(gemm, Costs(machine)).time

@@ -17,7 +17,19 @@ from distgemm.plan.problem import DTYPE_BYTES
 from distgemm.schedulers import Pattern
 from distgemm.simulator.machine import Machine
 
-__all__ = ["CONFIGS", "SPANNING", "MACHINE", "ONE_SHOT", "ROW_BYTES", "SPLIT", "configs_of", "gemm_of", "traits_of"]
+__all__ = [
+    "CONFIGS",
+    "FLAT",
+    "FLAT_M",
+    "MACHINE",
+    "ONE_SHOT",
+    "ROW_BYTES",
+    "SPANNING",
+    "SPLIT",
+    "configs_of",
+    "gemm_of",
+    "traits_of",
+]
 
 LARGE = "128x256x64_2x1_cooperative"
 WIDE = ("256x192x64_1x2_cooperative", "256x160x64_1x2_cooperative", LARGE)
@@ -32,6 +44,8 @@ CONFIGS: dict[Pattern, tuple[str, ...]] = {
     "gemm+a2a": (WIDE[0], LARGE, BETWEEN[1], *SMALL),
 }
 """Those that are worth a try, from large products to small ones. The last one is for shards of 64 rows."""
+FLAT = "128x128x64_1x2_pingpong"
+"""That of reductions whose shards have no more rows than one such tile: half of a cluster of 2x1 would be padding."""
 ONE_SHOT = ("64x64x64_1x2_pingpong", "64x128x64_1x2_pingpong")
 """Those of one-shot all-reduces, which are for few rows."""
 SPANNING = ("128x128x64_1x2_cooperative", *ONE_SHOT)
@@ -39,7 +53,8 @@ SPANNING = ("128x128x64_1x2_cooperative", *ONE_SHOT)
 SPLIT = ("64x64x64_1x2_pingpong_split_4", "64x64x64_2x2_pingpong_split_4")
 """Those of "ag+gemm" whose tiles span shards, and whose thread blocks split k."""
 SHORT_M = 64
-"""Rows of a shard, up to which clusters of one row of tiles, of 64 rows, are worth a try."""
+FLAT_M = 128
+"""Rows of a shard, up to which clusters of one row of tiles are worth a try: with tiles of 64 rows, and with FLAT."""
 MACHINE = "h200"
 """The machine of all predictions, whatever the GPU: they only say which kernels are worth measuring."""
 EPILOGUE_STAGES: dict[Pattern, tuple[int, int]] = {
@@ -68,6 +83,8 @@ def configs_of(plan: Plan) -> tuple[str, ...]:
     m = plan.problem.m // (1 if by_columns else plan.world_size)
     # The last one equals the one before, unless half of that one's clusters would be padding.
     found = CONFIGS[pattern] if m <= SHORT_M else CONFIGS[pattern][:-1]
+    if pattern in {"gemm+rs", "gemm+ar"} and m <= FLAT_M:
+        found = (*found, FLAT)
     few = (*SPANNING, *SPLIT) if pattern == "ag+gemm" else SPANNING
     spanning = [config for config in few if may_span(traits_of(config, pattern), plan.world_size, m)]
     return tuple(dict.fromkeys((*found, *spanning)))
