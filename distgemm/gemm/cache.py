@@ -35,7 +35,7 @@ class TunedCache:
     def __init__(self, kind: str, shipped: Path, check: Callable[[dict[str, Any]], object], command: str) -> None:
         self.kind, self.shipped, self.command = kind, shipped, command
         self._check = check
-        self._known: dict[Path, tuple[int, Entries]] = {}
+        self._known: dict[Path, tuple[tuple[int, ...] | None, Entries]] = {}
 
     def path(self, device: str) -> Path:
         """The user's own file for a GPU, in the cache folder."""
@@ -58,10 +58,12 @@ class TunedCache:
 
     def _read(self, path: Path) -> Entries:
         """The entries of a file, read again when it has changed."""
+        stamp: tuple[int, ...] | None
         try:
-            stamp = path.stat().st_mtime_ns
+            status = path.stat()
+            stamp = status.st_mtime_ns, status.st_ino, status.st_size  # two writes may have one time
         except (FileNotFoundError, NotADirectoryError):
-            stamp = 0
+            stamp = None
         except OSError as error:
             raise self._unreadable(path, error) from error
         known = self._known.get(path)

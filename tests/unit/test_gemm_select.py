@@ -364,6 +364,16 @@ def test_a_file_that_cannot_be_read_is_named() -> None:
         CACHE.record(DEVICE, {"two": GOOD})
 
 
+def test_two_writes_at_one_time_are_both_read() -> None:
+    """File systems have times of up to a second."""
+    written = []
+    for name in ("one", "two"):
+        path = CACHE.record(DEVICE, {name: GOOD})
+        os.utime(path, ns=(1, 1))
+        written.append(set(CACHE.read(DEVICE)))
+    assert written == [{"one"}, {"one", "two"}]
+
+
 def test_a_record_is_not_written_through_links(cache: Path, tmp_path: Path) -> None:
     """Neither through a link in the place of the file, nor in the place of a file that it becomes."""
     victim = tmp_path / "victim"
