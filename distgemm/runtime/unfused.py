@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _symmetric_memory as symmetric_memory  # noqa: PLC2701  (torch has no public name)
 
 from distgemm.arguments import instance
 from distgemm.gemm.spec import Status
 from distgemm.plan.derive import make_plan
 from distgemm.plan.ops import box_extents, box_size
 from distgemm.plan.patterns import COLLECTIVES, Collective
-from distgemm.plan.plan import Plan
 from distgemm.plan.problem import QUANTIZED_DTYPES, GemmProblem
 from distgemm.runtime.checks import (
     TORCH_DTYPES,
+    Fields,
     backends,
-    check_agreement,
     check_bias,
     check_gathered,
     check_gradients,
@@ -29,6 +29,7 @@ from distgemm.runtime.checks import (
     compare,
     differences,
     problem_fields,
+    raise_failures,
     refuse_groups,
     resolve_group,
     shard_dtype,
@@ -96,46 +97,8 @@ _scratch: PerGroup[dict[torch.device, Tensor]] = PerGroup(dict)
 _symmetric: PerGroup[dict[torch.device, Tensor]] = PerGroup(dict)
 """Like ``_scratch``, in symmetric memory."""
 
-_kept: list[torch.UntypedStorage] = []
-"""Buffers that graphs of callers use; for as long as the process lives."""
-
-
-@torch.inference_mode(False)  # the memory is written outside of inference mode too
-def _scratch_for(group: dist.ProcessGroup, device: torch.device, size: int) -> Tensor:
-    """Bytes that all unfused executables of a group share; they run one after the other.
-
-    Where a new executable needs more bytes, it gets a new buffer, and earlier executables keep theirs.
-    """
-    of_group = _scratch.of(group)
-    found = of_group.get(device)
-    if found is None or found.numel() < size:
-        found = of_group[device] = torch.empty(size, dtype=torch.uint8, device=device)
-    return found
-
-
-@torch.inference_mode(False)
-def _symmetric_for(plan: Plan, group: dist.ProcessGroup, device: torch.device, size: int) -> Tensor:
-    """Like :func:`_scratch_for`, in memory that all GPUs of the group read.
-
-    A collective call with one plan on all ranks: where a rank has no memory, all ranks raise.
-    """
-    from torch.distributed import _symmetric_memory as symmetric_memory  # noqa: PLC2701  (torch has no public name)
-
-    of_group = _symmetric.of(group)
-    found = of_group.get(device)
-    if found is not None and found.numel() >= size:
-        return found
-    problem: Exception | None = None
-    made = None
-    try:
-        made = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
-    except Exception as error:  # raised below, once all ranks know of it
-        problem = error
-    check_agreement(plan, f"{size} bytes of symmetric memory", group, device, problem)
-    assert made is not None
-    symmetric_memory.rendezvous(made, group)
-    of_group[device] = made
-    return made
+_kept: dict[object, torch.UntypedStorage] = {}
+"""Buffers that graphs of callers use: until the executable whose calls they have is released."""
 
 
 class UnfusedExecutable:
@@ -144,8 +107,8 @@ class UnfusedExecutable:
     It satisfies :class:`distgemm.runtime.executable.Executable`. Making one is a collective call: all ranks of the
     group make it, and they compare their arguments.
 
-    Buffers are allocated when it is made, and shared with the unfused executables of the same group. So these are
-    called one after the other, or ordered by events, as plans are.
+    Buffers are allocated when it is made, and shared with the unfused executables of the same group. On GPUs each call
+    waits for the last one on the device, as those of plans do, also in graphs and on other streams.
 
     Where a rank does not come, NCCL's watchdog ends a call of NCCL. Kernels of symmetric memory wait until the process
     ends.
@@ -165,6 +128,7 @@ class UnfusedExecutable:
     Raises:
         ValueError: for what :func:`unfused_status` or :func:`collective_status` says cannot be computed. Also on all
             ranks where their arguments differ.
+        RuntimeError: on all ranks where one has no memory; that one raises what torch raises.
     """
 
     def __init__(
@@ -219,8 +183,13 @@ class UnfusedExecutable:
             "collective": collective,
         }
         first = {"call": f"the first call of unfused {pattern}"}
-        compare(self._fields | first, self.group, device)
-        self._allocate()
+        self._keeper = object()
+        self._order: CallOrder | None = None
+        if device.type == "cuda":
+            from distgemm.runtime.cuda.order import call_order
+
+            self._order = call_order(device)
+        self._allocate(self._fields | first)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -240,10 +209,16 @@ class UnfusedExecutable:
         return "NCCL" if backend == "nccl" else backend
 
     def release(self) -> None:
-        """Do nothing: buffers are shared, and stay for the unfused executables of the group."""
+        """Let buffers go that are kept for the caller's graphs with this executable: these are gone."""
+        _kept.pop(self._keeper, None)
 
     @torch.inference_mode(False)  # buffers outlive the mode that is on now
-    def _allocate(self) -> None:
+    def _allocate(self, fields: Fields) -> None:
+        """Take the buffers, and compare these fields of all ranks. A collective call.
+
+        The unfused executables of a group share memory; they run one after the other. Where a new one needs more bytes,
+        it gets new memory, and earlier ones keep theirs. Where a rank has no memory, all ranks raise.
+        """
         p, size = self.plan.problem, self.world_size
         moved = (
             shard_dtype(self.plan, "A") if self.pattern == "ag+gemm" else TORCH_DTYPES[_product_dtype(p, self.pattern)]
@@ -262,10 +237,22 @@ class UnfusedExecutable:
             for name, shape in shapes.items()
         }
         self.workspace_bytes = sum(sizes.values())
-        if self.collective == "nccl":
-            scratch = _scratch_for(self.group, self.device, self.workspace_bytes)
-        else:
-            scratch = _symmetric_for(self.plan, self.group, self.device, self.workspace_bytes)
+        of_group = (_scratch if self.collective == "nccl" else _symmetric).of(self.group)
+        scratch, problem = of_group.get(self.device), None
+        grows = scratch is None or scratch.numel() < self.workspace_bytes
+        if grows:
+            try:
+                scratch = self._memory(self.workspace_bytes)
+            except Exception as error:  # raised below, once all ranks know of it
+                problem = error
+        reports = compare(fields, self.group, self.device, problem)
+        failure = f"have no memory for the {self.workspace_bytes} bytes of the unfused program"
+        raise_failures(reports, problem, RuntimeError, failure)
+        assert scratch is not None
+        if grows:
+            if self.collective != "nccl":
+                symmetric_memory.rendezvous(scratch, self.group)
+            of_group[self.device] = scratch
         self._buffers: dict[str, Tensor] = {}
         at = 0
         for name, shape in shapes.items():
@@ -273,11 +260,30 @@ class UnfusedExecutable:
             self._buffers[name] = used.view(moved).view(shape)
             at += sizes[name]
 
-    def _keep(self) -> None:
-        """Keep the buffers for a caller's graph, which may outlive this executable."""
-        used = self._buffers["whole"].untyped_storage()
-        if all(used.data_ptr() != kept.data_ptr() for kept in _kept):
-            _kept.append(used)
+    def _memory(self, size: int) -> Tensor:
+        if self.collective == "nccl":
+            return torch.empty(size, dtype=torch.uint8, device=self.device)
+        return symmetric_memory.empty(size, dtype=torch.uint8, device=self.device)
+
+    @contextlib.contextmanager
+    def _in_order(self, captured: bool) -> Iterator[None]:
+        """Behind the last call on this GPU, which may use the same buffers on another stream."""
+        if self._order is None:
+            yield
+            return
+        used, order = self._buffers["whole"], self._order
+        stream = torch.cuda.current_stream(self.device)
+        with order.lock:
+            order.raise_if_occupied()
+            if captured:
+                _kept[self._keeper] = used.untyped_storage()  # the caller's graph may outlive this executable
+                order.begin_captured(stream.cuda_stream)
+            else:
+                if self.collective == "nccl":
+                    used.record_stream(stream)
+                order.begin(stream.cuda_stream)
+            yield
+            (order.end_captured if captured else order.end)(stream.cuda_stream)
 
     def __call__(
         self,
@@ -340,15 +346,16 @@ class UnfusedExecutable:
         self._check(given, bias, gathered)
         scales = check_scales(self.plan, self.rank, self.device, scale_a, scale_b)
         captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if captured:
-            self._keep()
         d = given["D"]
         a, b, whole_d = (x if x.dim() == 3 else x.unsqueeze(0) for x in (a_shard, b_shard, d))
         c = None if not beta or c_shard is None else c_shard if c_shard.dim() == 3 else c_shard.unsqueeze(0)
         odd = ""
         where = f"unfused {self.pattern} failed on rank {self.rank} at"
         # A capture sends nothing, so a failed one leaves the ranks as they were.
-        with contextlib.nullcontext() if captured else failing(group, lambda: f"{where} {self._at}", (d, gathered)):
+        failures = (
+            contextlib.nullcontext() if captured else failing(group, lambda: f"{where} {self._at}", (d, gathered))
+        )
+        with self._in_order(captured), failures:
             self._at = f"the comparison of calls before the {self._collective_name}"
             if self.device.type == "cpu":
                 terms = {"alpha": float(alpha), "beta": float(beta), "bias": "none" if bias is None else "given"}
@@ -573,4 +580,6 @@ def _add(out: Tensor, c: Tensor | None, beta: float, bias: Tensor | None) -> Non
 
 
 if TYPE_CHECKING:
+    from distgemm.runtime.cuda.order import CallOrder
+
     _satisfies_protocol: type[Executable] = UnfusedExecutable

@@ -279,7 +279,16 @@ class _Trial:
         if not executables:
             return []
         self.report(f"measuring {len(executables)} candidates")
-        methods = [executable_method(operation, str(config), exe) for config, exe in executables.items()]
+        methods, failed = attempt(
+            operation.group,
+            operation.device,
+            lambda: [executable_method(operation, str(config), exe) for config, exe in executables.items()],
+        )
+        if methods is None:  # a rank has no memory for D
+            self.refused |= dict.fromkeys(map(str, executables), failed.error)
+            for exe in executables.values():
+                exe.release()
+            return []
         try:
             samples = sample(operation, methods, **settings)
         finally:

@@ -103,6 +103,12 @@ def test_a_configuration_that_cannot_be_compiled_is_left_out_with_the_reason(fou
         assert each["nothing"].startswith("RuntimeError: no candidate for ag+gemm 256x128x64x1 bfloat16")
 
 
+def test_all_ranks_learn_that_one_has_no_memory_to_measure(found: list[dict[str, Any]]) -> None:
+    for each in (rank["measuring"] for rank in found):
+        assert each["no memory"].startswith("RuntimeError: no candidate for ag+gemm")
+        assert "rank 1: MemoryError: no memory" in each["no memory"]
+
+
 def test_a_configuration_that_fails_is_left_out_and_a_wrong_result_raises(found: list[dict[str, Any]]) -> None:
     for each in (rank["measuring"] for rank in found):
         tuned = each["fails"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from tests.once import once
 def results(ranks: int) -> list[dict[str, Any]]:
     checks: list[Any] = [(worker.equal_to_numpy, ())]
     if ranks == 2:
-        checks += [(worker.no_allocation, ()), (worker.misuse, ())]
+        checks += [(worker.no_allocation, ()), (worker.no_memory, ()), (worker.misuse, ())]
     return launch(worker.run_all, ranks, checks, timeout=120)
 
 
@@ -47,6 +49,13 @@ def test_every_value_of_every_argument_occurs() -> None:
 
 def test_warm_calls_allocate_nothing() -> None:
     assert [found["no_allocation"] for found in results(2)] == [[], []]
+
+
+def test_all_ranks_learn_that_one_has_no_memory() -> None:
+    here, there = (found["no_memory"] for found in results(2))
+    assert set(there) == {"MemoryError: no memory"}
+    wanted = r"RuntimeError: ranks \[1\] of the group have no memory for the \d+ bytes of the unfused program"
+    assert len(here) == 3 and all(re.match(wanted, text) for text in here)
 
 
 def test_wrong_calls_are_refused() -> None:
@@ -86,13 +95,14 @@ def test_ieee_is_set_during_a_call_and_the_setting_is_restored() -> None:
 
 @pytest.mark.parametrize("capturing", [True, False])
 def test_graphs_keep_the_buffers_that_they_use(capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each buffer is kept once. GEMMs of float32 use IEEE float32."""
+    """Until it is released. Calls are behind the last one on the GPU. GEMMs of float32 use IEEE float32."""
     exe: Any = object.__new__(unfused.UnfusedExecutable)
     exe.pattern, exe.collective, exe._group, exe.rank, exe._ieee = "gemm+ar", "nccl", lambda: None, 0, True
     exe.device, exe.plan = SimpleNamespace(type="cuda"), SimpleNamespace(problem=GemmProblem(8, 8, 4))
-    exe._buffers = {"whole": torch.empty(1, 8, 8)}
+    exe._buffers, exe._keeper = {"whole": torch.empty(1, 8, 8)}, object()
+    order = exe._order = mock.MagicMock()
     seen: list[str] = []
-    kept: list[torch.UntypedStorage] = []
+    kept: dict[object, torch.UntypedStorage] = {}
     matmul: Any = torch.backends.cuda.matmul
     monkeypatch.setattr(unfused, "_kept", kept)
     monkeypatch.setattr(unfused, "raise_if_failed", lambda group: None)
@@ -100,6 +110,8 @@ def test_graphs_keep_the_buffers_that_they_use(capturing: bool, monkeypatch: pyt
     monkeypatch.setattr(unfused, "_multiply", lambda *args: seen.append(matmul.fp32_precision))
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **options: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *args: None)
     a, d = torch.ones(8, 4), torch.ones(8, 8)
     before = matmul.fp32_precision
     try:
@@ -109,7 +121,11 @@ def test_graphs_keep_the_buffers_that_they_use(capturing: bool, monkeypatch: pyt
     finally:
         matmul.fp32_precision = before
     whole = exe._buffers["whole"].untyped_storage().data_ptr()
-    assert seen == ["ieee"] * 2 and [each.data_ptr() for each in kept] == [whole] * capturing
+    assert seen == ["ieee"] * 2 and [each.data_ptr() for each in kept.values()] == [whole] * capturing
+    kind = "_captured" * capturing
+    assert [call[0] for call in order.method_calls] == ["raise_if_occupied", f"begin{kind}", f"end{kind}"] * 2
+    exe.release()
+    assert not kept
 
 
 def test_gathered_shares_no_memory_with_what_is_read_or_written() -> None:

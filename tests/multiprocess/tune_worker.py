@@ -237,6 +237,19 @@ class NewTensors(TorchDispatchMode):
         return found
 
 
+def no_memory() -> list[str]:
+    """What ranks raise if rank 1 has no memory; and that they go on then."""
+    found = []
+    memory = UnfusedExecutable._memory
+    for pattern in PATTERNS:
+        unfused._scratch.of(dist.group.WORLD).clear()
+        failing = mock.patch.object(UnfusedExecutable, "_memory", side_effect=MemoryError("no memory"))
+        with failing if dist.get_rank() == 1 else contextlib.nullcontext():
+            found.append(message(lambda pattern=pattern: UnfusedExecutable(GemmProblem(8, 8, 8), pattern)))
+        assert UnfusedExecutable._memory is memory and UnfusedExecutable(GemmProblem(8, 8, 8), pattern)
+    return found
+
+
 def misuse() -> list[str]:
     """The messages of wrong calls."""
     exe, reduce = (UnfusedExecutable(GemmProblem(8, 8, 8), pattern) for pattern in ("ag+gemm", "gemm+rs"))
@@ -470,6 +483,13 @@ def measuring(folder: str) -> dict[str, Any]:
         found["not written"] = tune.look_up(PROBLEM, "ag+gemm", dist.get_world_size(), GPU)
     with Bench(by_name("-"), refused=""):
         found["nothing"] = message(lambda: tune.tune(PROBLEM, "ag+gemm", group, device=CPU))
+
+    own_cache(folder, "no memory")
+    with Bench(by_name("cublas")) as fakes:
+        failing = mock.patch.object(search, "executable_method", side_effect=MemoryError("no memory"))
+        with failing if dist.get_rank() == 1 else contextlib.nullcontext():
+            found["no memory"] = message(lambda: tune.tune(PROBLEM, "ag+gemm", group, device=CPU))
+        assert not fakes.kept
 
     own_cache(folder, "fails")
     with Bench(by_name("cublas"), fails="cublas"):
