@@ -622,9 +622,9 @@ def _has_overlap(tensor: Tensor) -> bool:
     else:
         return False
     # Dimensions that interleave may still have an address for each element.
-    offsets = torch.zeros(1, dtype=torch.int64)
+    offsets = torch.zeros(1, dtype=torch.int64, device="cpu")
     for stride, extent in modes:
-        offsets = (offsets[:, None] + torch.arange(extent) * stride).flatten()
+        offsets = (offsets[:, None] + torch.arange(extent, device="cpu") * stride).flatten()
     return len(set(offsets.tolist())) < len(offsets)
 
 

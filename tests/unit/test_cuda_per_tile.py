@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from threading import RLock
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -442,6 +443,14 @@ def test_a_stage_has_the_rows_that_exist(blocks: int, m: int) -> None:
     assert params.box_m == min(params.loaded_m, m) and (blocks == 1 or m < 9 or len(begins) == 2)  # each loads a share
 
 
+def test_more_rows_than_offsets_have_bits_for_are_refused() -> None:
+    traits = KernelTraits("ag+gemm", (128, 256), (2, 1), sends=True)
+    assert RankGemm(traits, (1,), 1 << 22, 512, 64).rank_rows == 1 << 22
+    with pytest.raises(ValueError, match="a rank sends at most 4194304 rows, got 4194305"):
+        RankGemm(traits, (1,), (1 << 22) + 1, 512, 64)
+    assert RankGemm(dataclasses.replace(traits, sends=False), (1,), (1 << 22) + 1, 512, 64).m > 1 << 22
+
+
 @pytest.mark.usefixtures("_driver")
 def test_matrices_that_tma_cannot_copy_are_refused() -> None:
     gemm = small_gemm("gemm+rs")
@@ -733,6 +742,14 @@ def test_what_tma_cannot_read_is_copied_if_that_is_allowed(
         assert all(traits == there.exe.gemm.traits for traits, _, _ in there.launched)  # all copies have rows
         assert Params.from_buffer_copy(there.launched[-1][1]).shard % 16 == 0
     there = Pretended(pattern, monkeypatch, copies=True)
+    given = cut(a)
+    replay = there.exe.capture(given, b, alpha=0.5)
+    assert not there.launched
+    for _ in range(2):
+        assert replay() is replay.out
+    found = [Params.from_buffer_copy(params) for _, params, _ in there.launched]
+    assert len(found) == 2 and all(each.shard % 16 == 0 and each.terms.alpha == 0.5 for each in found)
+    there = Pretended(pattern, monkeypatch, copies=True)
     caplog.clear()
     there.exe(a, b, torch.zeros_like(d), beta=1.0, bias=bias[: d.shape[1] // 2].repeat(2))
     assert Params.from_buffer_copy(there.launched[-1][1]).shard == a.data_ptr() and not caplog.records
@@ -759,17 +776,34 @@ def test_columns_of_b_have_another_kernel_and_the_same_workspace(monkeypatch: py
 
 
 @pytest.mark.usefixtures("pretended", "_driver")
+def test_tensors_that_tma_refuses_leave_earlier_calls_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = Pretended("gemm+rs", monkeypatch)
+    (a, b, d), (other_a, other_b, other_d) = there.tensors(), there.tensors()
+    replace_address = Driver.cuTensorMapReplaceAddress
+
+    def refuse(self: Any, at: int, address: int) -> int:
+        return 1 if address == other_b.data_ptr() else replace_address(self, at, address)
+
+    there.exe(a, b, out=d)
+    monkeypatch.setattr(Driver, "cuTensorMapReplaceAddress", refuse)
+    monkeypatch.setattr(structs, "error_text", lambda error: "refused")
+    with pytest.raises(ValueError, match="TMA cannot go on with a matrix"):
+        there.exe(other_a, other_b, out=other_d)
+    there.exe(a, b, out=d)
+    (_, first, _), (_, second, _) = there.launched
+    assert first == second
+
+
+@pytest.mark.usefixtures("pretended", "_driver")
 def test_a_launch_that_fails_ends_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = Pretended("ag+gemm", monkeypatch)
-    exe, (a, b, _) = there.exe, there.tensors()
-
-    def fail(self: Any, stream: int) -> None:
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(PretendedLaunch, "__call__", fail)
-    with pytest.raises(RuntimeError, match="no memory"):
-        exe(a, b)
-    assert there.noted[-1] == f"gave up: {GATHER} on rank 1 failed as it was issued: no memory"
+    """Ctrl-C, too."""
+    for error, said in ((KeyboardInterrupt(), "KeyboardInterrupt"), (RuntimeError("no memory"), "no memory")):
+        there = Pretended("ag+gemm", monkeypatch)
+        exe, (a, b, _) = there.exe, there.tensors()
+        monkeypatch.setattr(PretendedLaunch, "__call__", mock.Mock(side_effect=error))
+        with pytest.raises(type(error)):
+            exe(a, b)
+        assert there.noted[-1] == f"gave up: {GATHER} on rank 1 failed as it was issued: {said}"
     exe.workspace.dead = "rank 0 did not come"
     with pytest.raises(ReplayTimeoutError, match="rank 0 did not come; no executable on this workspace"):
         exe(a, b)

@@ -31,6 +31,8 @@ PACKET_ROWS = 8
 """Rows whose packets a warp stores together."""
 LANES = 32
 """Of a warp, each of which reads a flag."""
+MAX_SENT_ROWS = (1 << 31) // PIECE_BYTES
+"""Of a rank: a kernel's offset of a row of a slice has 32 bits with the sign."""
 SMS = 132
 """SMs of a GPU that the order of tiles is made for."""
 
@@ -114,6 +116,11 @@ class RankGemm:
                 f"tiles that span shards have equal shards of fewer rows than a cluster, with at most {LANES} pieces "
                 f"in them, and a reduction's shards have multiples of {WARP_ROWS} rows; got {self.m} rows of "
                 f"{self.ranks} ranks for {self.traits.name}"
+            )
+        if self.traits.sends and self.rank_rows > MAX_SENT_ROWS:
+            raise ValueError(
+                f"a kernel that gathers has 32-bit offsets of rows, so a rank sends at most {MAX_SENT_ROWS} rows, got "
+                f"{self.rank_rows}"
             )
         if self.k <= (self.traits.split - 1) * self.traits.tile_k:
             raise ValueError(

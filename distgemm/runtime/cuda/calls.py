@@ -203,14 +203,15 @@ class GpuExecutable(ABC):
         self._order.begin(stream)
         try:
             launch(stream)
-        except Exception as error:
+            self._order.end(stream)
+        except BaseException as error:  # Ctrl-C, too
             self._give_up(error)
             raise
-        self._order.end(stream)
 
     def _give_up(self, error: BaseException) -> None:
         """End the workspace on all ranks: a part of a call may have been sent when it failed."""
-        self._watched.give_up(f"{self.plan.schedule} on rank {self.rank} failed as it was issued: {error}")
+        said = str(error) or type(error).__name__
+        self._watched.give_up(f"{self.plan.schedule} on rank {self.rank} failed as it was issued: {said}")
 
 
 class PreparedCall:

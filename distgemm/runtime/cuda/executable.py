@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -160,7 +160,9 @@ class CudaExecutable(GpuExecutable):
                 recordings[buffer] = recording
                 self.graphs += 1
             elif recording.addresses != layout.addresses:
+                del recordings[buffer]  # an error may leave addresses of two calls
                 recording.move(layout.addresses)  # the key has all else that was checked
+                recordings[buffer] = recording
             self._recorded.move_to_end(key)
             self._replay(recording, stream)
 
@@ -335,13 +337,18 @@ class CudaExecutable(GpuExecutable):
         return Recording(graph, nodes, layout)
 
     def _put_eager(self, bound: Bound, stream: int) -> None:
-        # Not before: a rank that has raised until here has sent nothing, and may call again.
-        self.workspace.flip()
         self._launch(lambda _: self._put(bound), stream)
 
     def _replay(self, recording: Recording, stream: int) -> None:
-        self.workspace.flip()
         self._launch(recording.replay, stream)
+
+    def _launch(self, launch: Callable[[int], None], stream: int) -> None:
+        def flip_and_launch(stream: int) -> None:
+            # Not before: a rank that has raised until here has sent nothing, and may call again.
+            self.workspace.flip()
+            launch(stream)
+
+        super()._launch(flip_and_launch, stream)
 
     def _put(self, bound: Bound, counted: bool = False, nodes: list[tuple[MovableLaunch, int]] | None = None) -> None:
         """Put all actions on streams that begin and end with the current stream of this device.

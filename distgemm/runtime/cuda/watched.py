@@ -109,8 +109,10 @@ class WatchedWorkspace:
         self.queue = SideQueue(workspace.device)
         self.has_own_context = False
         # A queue that is given up may still write to the first of two.
-        self.copies = torch.empty(2, workspace.watched_memory().numel(), dtype=torch.int32, pin_memory=True)
-        self.poison_source = torch.full((POISON_BYTES,), 0xFF, dtype=torch.uint8).pin_memory()
+        self.copies = torch.empty(
+            2, workspace.watched_memory().numel(), dtype=torch.int32, device="cpu", pin_memory=True
+        )
+        self.poison_source = torch.full((POISON_BYTES,), 0xFF, dtype=torch.uint8, device="cpu").pin_memory()
 
     def issued(self, executable: WatchedExecutable, out: Callable[[], torch.Tensor | None], stream: int) -> None:
         """Note that a call, or a part of a gather, was issued on the current stream.
