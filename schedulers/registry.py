@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal, get_args, overload
 
@@ -21,6 +21,7 @@ __all__ = [
     "PATTERNS",
     "BuilderError",
     "Pattern",
+    "check_options",
     "check_pattern",
     "get_schedule",
     "list_patterns",
@@ -264,6 +265,22 @@ def _mesh(entry: _Entry, world_size: int | None, mesh: tuple[int, ...] | None) -
     return (size,)
 
 
+def check_options(name: str, options: Mapping[str, Hashable]) -> dict[str, Hashable]:
+    """All options of a schedule: those that are given, and the defaults of others.
+
+    Raises:
+        ValueError: for an unknown name or option, and for an option out of range.
+    """
+    entry = _entry(name)
+    chosen = dict(entry.options)
+    for key, value in options.items():
+        if key not in entry.options:
+            known = ", ".join(entry.options) or "none"
+            raise ValueError(f"{entry.name} has no option {key!r}; its options: {known}")
+        chosen[key] = _option(f"{entry.name}: {key}", value, entry.options[key])
+    return chosen
+
+
 def get_schedule(
     name: str, world_size: int | None = None, *, mesh: tuple[int, ...] | None = None, **options: Hashable
 ) -> DistributedTileScheduler:
@@ -278,7 +295,7 @@ def get_schedule(
         **options: options of the schedule.
 
     Returns:
-        The scheduler that the registered function made.
+        The scheduler that the registered function made, with the name that it is registered under.
 
     Raises:
         ValueError: for an unknown name or option (the message lists the known ones), for a world size or mesh that the
@@ -287,13 +304,7 @@ def get_schedule(
         BuilderError: if the registered function raises another error, returns no scheduler, or returns one for another
             mesh.
     """
-    entry = _entry(name)
-    chosen = dict(entry.options)
-    for key, value in options.items():
-        if key not in entry.options:
-            known = ", ".join(entry.options) or "none"
-            raise ValueError(f"{entry.name} has no option {key!r}; its options: {known}")
-        chosen[key] = _option(f"{entry.name}: {key}", value, entry.options[key])
+    entry, chosen = _entry(name), check_options(name, options)
     arguments = (entry, _mesh(entry, world_size, mesh), tuple(chosen.items()))
     return _built.get(arguments) or _built.keep(arguments, _make(*arguments))
 
@@ -324,7 +335,8 @@ def _make(entry: _Entry, mesh: tuple[int, ...], options: tuple[tuple[str, Hashab
             f"the builder of schedule {entry.name!r}, {_where(entry)}, returns a scheduler for the mesh {mesh}; it "
             f"returned one for {found.mesh}"
         )
-    return found
+    # Reports, plans and tuned configurations find the schedule by the name that it is registered under.
+    return found if found.name == entry.name else replace(found, name=entry.name)
 
 
 CACHE_BYTES = 64 << 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import sys
 import traceback
@@ -45,6 +46,10 @@ class _Commands(TyperGroup):
             message = str(error)
         except typer.BadParameter as error:
             message = _of_parameter(error)
+        except OSError as error:
+            if error.errno != errno.ENOSPC or error.filename is not None:  # that of a file is reported with its name
+                raise
+            message = f"standard output cannot be written: {error.strerror}"
         command = self.commands.get(ctx.invoked_subcommand)
         names = [parameter.name for parameter in command.params] if command else []
         say(f"error: {_in_option_names(' '.join(message.split()), names)}")
@@ -125,6 +130,8 @@ def _import(given: str) -> None:
     is_file = path.suffix == ".py"
     if is_file and not path.is_file():
         raise ValueError(f"--import {given}: there is no such file")
+    if not is_file and path.is_file():
+        raise ValueError(f"--import {given}: the name of a file with Python code ends in .py")
     before = list_schedules()
     # A file imports modules of its own folder, and a module is found from the current folder.
     sys.path.insert(0, str(path.resolve().parent if is_file else Path.cwd()))

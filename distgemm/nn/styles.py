@@ -180,13 +180,13 @@ class ColwiseParallel(ParallelStyle):
                 made = made.redistribute(placements=[Replicate()])
             return made if as_dtensor else made.to_local()
 
-        def forward_of_replicated(self: nn.Linear, x: Tensor) -> Tensor:
-            x = input_replicated(check.name, x, device_mesh)
+        def forward_of_replicated(self: nn.Linear, input: Tensor) -> Tensor:
+            x = input_replicated(check.name, input, device_mesh)
             y = linear_of_replicated(x, local(self.weight), local(self.bias), group, out_features, state(self))
             return output(y, 0, self.out_features)
 
-        def forward(self: nn.Linear, x: Tensor) -> Tensor:
-            x, dim, rows = input_with_tokens(check.name, x, device_mesh, sequence_dim, tokens_now(m_per_rank))
+        def forward(self: nn.Linear, input: Tensor) -> Tensor:
+            x, dim, rows = input_with_tokens(check.name, input, device_mesh, sequence_dim, tokens_now(m_per_rank))
             check(x, device_mesh)
             weight, bias = local(self.weight), local(self.bias)
             y = all_gather_matmul(
@@ -276,8 +276,8 @@ class RowwiseParallel(ParallelStyle):
         sequence_dim, m_per_rank, splits_features = self.sequence_dim, self.m_per_rank, self.splits_features
         in_features, check = uneven(linear.in_features, device_mesh.size()), GradientCheck(_name(self))
 
-        def forward_to_replicated(self: nn.Linear, x: Tensor) -> Tensor:
-            x, _ = input_with_features(check.name, x, device_mesh, 0, replicated=splits_features)
+        def forward_to_replicated(self: nn.Linear, input: Tensor) -> Tensor:
+            x, _ = input_with_features(check.name, input, device_mesh, 0, replicated=splits_features)
             if not splits_features:
                 check(x, device_mesh)
             weight, bias = local(self.weight), local(self.bias)
@@ -286,8 +286,8 @@ class RowwiseParallel(ParallelStyle):
             )
             return DTensor.from_local(y, device_mesh, [Replicate()], run_check=False) if as_dtensor else y
 
-        def forward(self: nn.Linear, x: Tensor) -> Tensor:
-            x, dim = input_with_features(check.name, x, device_mesh, sequence_dim, replicated=splits_features)
+        def forward(self: nn.Linear, input: Tensor) -> Tensor:
+            x, dim = input_with_features(check.name, input, device_mesh, sequence_dim, replicated=splits_features)
             if not splits_features:  # otherwise the gradient of x is gathered: it is whole
                 check(x, device_mesh)
             weight, bias, rows = local(self.weight), local(self.bias), tokens_now(m_per_rank)
@@ -330,8 +330,8 @@ class RowwiseParallel(ParallelStyle):
             not self.use_local_output,
         )
 
-        def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
-            ids = input_replicated(name, ids, device_mesh)
+        def forward(self: nn.Embedding, input: Tensor) -> Tensor:
+            ids = input_replicated(name, input, device_mesh)
             rows = tokens_now(m_per_rank)
             dim = token_dim(name, ids.unsqueeze(-1).expand(*ids.shape, self.embedding_dim), sequence_dim)
             if rows is not None:
@@ -637,8 +637,8 @@ class TokensToHeads(ParallelStyle):
             _distribute(self, linear, device_mesh, {"weight": Replicate(), "bias": Replicate()})
         run, m_per_rank = projection.to_heads if self.to_heads else projection.to_tokens, self.m_per_rank
 
-        def forward(self: nn.Linear, x: Tensor) -> Tensor:
-            return run(x, self.weight, self.bias, tokens_now(m_per_rank))
+        def forward(self: nn.Linear, input: Tensor) -> Tensor:
+            return run(input, self.weight, self.bias, tokens_now(m_per_rank))
 
         linear.takes_recipe = False  # type: ignore[assignment]
         module.forward = MethodType(forward, module)

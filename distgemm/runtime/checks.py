@@ -94,8 +94,8 @@ def process_group(group: Group) -> dist.ProcessGroup:
             found: dist.ProcessGroup = by_name._resolve_process_group(group)
         except RuntimeError:
             raise ValueError(
-                f"no process group of this process has the name {group!r}, or it was destroyed: pass the group itself, "
-                f"or mesh[{group!r}] of a DeviceMesh with that dimension"
+                f"this process has no process group of the name {group!r}: it was destroyed, or never made. Pass one "
+                "that exists, or a dimension of a DeviceMesh, such as mesh['tp']"
             ) from None
         return found
     if group == dist.GroupMember.NON_GROUP_MEMBER:

@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from distgemm.runtime.torch_arguments import PLAIN
 from distgemm.torch_ops.needs import recording
@@ -105,6 +106,17 @@ class EagerOp:
         flat = [each for arg, length in zip(args, lengths, strict=True) for each in (arg if length >= 0 else (arg,))]
         found = self._node.apply(prepared, lengths, *flat)
         return list(found) if isinstance(found, tuple) else found
+
+    def count_flops(self, formula: Callable[..., int]) -> None:
+        """Let :class:`torch.utils.flop_counter.FlopCounterMode` count what the op multiplies.
+
+        Args:
+            formula: as :func:`torch.utils.flop_counter.register_flop_formula` takes it.
+        """
+        namespace, _, base = self._name.partition("::")
+        packet = getattr(getattr(torch.ops, namespace), base)
+        if packet not in flop_registry:  # a reloaded module registers its ops anew
+            register_flop_formula(packet)(formula)
 
     def _compute(self, *args: Any) -> Any:
         if recording():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple, TypeAlias, overload
 
@@ -14,12 +16,13 @@ from distgemm.fp8 import LayerState, Quantized, Recipe
 from distgemm.fp8.layer import SPLITS, Split
 from distgemm.fp8.quantize import transposed
 from distgemm.fp8.recipe import read_recipe
+from distgemm.plan.derive import make_plan
 from distgemm.plan.patterns import schedule_does_pattern
 from distgemm.runtime.checks import Group, process_group
 from distgemm.runtime.gathering import GatheredChunk
 from distgemm.runtime.torch_arguments import PLAIN, is_plain, read_tensor
-from distgemm.schedulers import PATTERNS, Pattern, list_schedules, schedule_options
-from distgemm.schedulers.registry import MAX_CHUNKS
+from distgemm.schedulers import PATTERNS, Pattern, list_schedules
+from distgemm.schedulers.registry import MAX_CHUNKS, check_options
 from distgemm.torch_ops import library, quantized
 from distgemm.torch_ops.dispatch import Function
 
@@ -133,7 +136,8 @@ def check_schedule(schedule: str, chunks: int | None, users: Mapping[Pattern, st
 
         config = TunedConfig.parse(schedule)
         if config.method == "plan":
-            schedule_options(config.schedule)
+            of_plans = inspect.signature(make_plan).parameters
+            check_options(config.schedule, {key: value for key, value in config.options if key not in of_plans})
         for pattern, user in users.items():
             fits = (
                 pattern in PATTERNS if config.method == "unfused" else schedule_does_pattern(config.schedule, pattern)
@@ -849,14 +853,19 @@ def gather(
         )
     arriving = library.prepare_gather(a_shard, group_name(group), schedule, chunks, m_per_rank).gather(a_shard)
     first = next(arriving, None)  # the ranks compare their calls before the block begins
+    ended = False
 
     def every() -> Iterator[GatheredChunk]:
-        if first is not None:
-            yield first
-        yield from arriving
+        for chunk in chain([] if first is None else [first], arriving):
+            if ended:
+                break
+            yield chunk
+        if ended:
+            raise RuntimeError("gather: the with block of these chunks has ended; ask for all of them inside of it")
 
     try:
         yield every()
     finally:
+        ended = True
         for _ in arriving:
             pass

@@ -178,7 +178,9 @@ def _through_moves(start: Iterable[torch.fx.Node], neighbours: Any) -> Iterator[
 def _note(node: torch.fx.Node, op: str, gemm: torch.fx.Node, fused: bool, strict: bool) -> None:
     group = _group(node)
     value = node.all_input_nodes[0].meta["val"]
-    site = CallSite(op, (tuple(value.shape),), value.dtype, (), process_group(group).size())
+    # Extents that vary are no numbers: they have names.
+    shape = tuple(extent if isinstance(extent, int) else str(extent) for extent in value.shape)
+    site = CallSite(op, (shape,), value.dtype, (), process_group(group).size())
     reason = _reason(group, fused)
     if reason == UNMATCHED and _name(node) in SCATTERS and _name(gemm) == "addmm":
         reason = "a bias is added to the partial sums"

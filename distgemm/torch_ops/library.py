@@ -960,3 +960,28 @@ scaled_matmul = EagerOp(
     _scaled_setup,
     _scaled_backward,
 )
+
+
+# --- FLOPs ----------------------------------------------------------------------------------------------
+
+
+def _flops(a: Sequence[int], b: Any, *arguments: Any, out_shape: Any, **_: Any) -> int:
+    """Of this rank's product. Shapes stand for tensors.
+
+    It has all rows of a, or those of the result, where ranks get rows of a from each other.
+    """
+    weights = b if isinstance(b, list) else [b]
+    sends_results = not isinstance(out_shape, list) or "gemm+rs" in arguments or "gemm+ar" in arguments
+    rows = a[0] if sends_results else out_shape[0][0]
+    return sum(2 * rows * columns * k for columns, k in weights)
+
+
+for _op in (
+    all_gather_matmul,
+    matmul_reduce_scatter,
+    matmul_all_reduce,
+    matmul_all_to_all,
+    all_to_all_matmul,
+    scaled_matmul,
+):
+    _op.count_flops(_flops)

@@ -36,14 +36,14 @@ class CallSite(NamedTuple):
 
     Attributes:
         op: name of the op, such as "fused_all_gather_matmul".
-        shapes: of its operands.
+        shapes: of its operands. Extents that vary in a compiled graph have names.
         dtype: of the first one.
         details: such as the dimension that is gathered.
         ranks: size of the group.
     """
 
     op: str
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int | str, ...], ...]
     dtype: torch.dtype
     details: tuple[str | int, ...]
     ranks: int

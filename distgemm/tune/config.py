@@ -182,7 +182,7 @@ class TunedConfig:
             ValueError: for the unfused program.
         """
         if self.method == "unfused":
-            raise ValueError("the unfused program has no plan: distgemm.runtime.unfused.UnfusedExecutable makes it")
+            raise ValueError("the unfused program has no plan: distgemm.tune.make makes its executable")
         return {"schedule": self.schedule, **asdict(self.execution), **self._plan_options()}
 
     def _plan_options(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.flop_counter import FlopCounterMode
 
 import distgemm
 from tests.multiprocess.nn_worker import error_of
@@ -45,6 +46,47 @@ def chunks() -> list[str]:
             if call.function != "gather" or said not in str(call):
                 wrong.append(f"{case}: {call}")
     return wrong
+
+
+def behind_the_block() -> list[str]:
+    """Chunks that are asked for behind the block raise, whatever was asked for in it."""
+    wrong = []
+    for asked in (0, 1):
+        with distgemm.gather(torch.ones(4, 2), group=dist.group.WORLD) as arriving:
+            for _ in range(asked):
+                next(arriving)
+        said = error_of(lambda arriving=arriving: list(arriving))
+        if "the with block of these chunks has ended" not in said:
+            wrong.append(f"{asked} in the block: {said}")
+    with distgemm.gather(torch.ones(4, 2), group=dist.group.WORLD) as arriving:
+        found = [*arriving, *arriving]  # an iterator that has ended stays so
+    return wrong + [f"{len(found)} chunks"] * (len(found) != dist.get_world_size())
+
+
+def flops() -> list[str]:
+    """torch counts the local product of each function, and those of gradients."""
+    ranks, group, found = dist.get_world_size(), dist.group.WORLD, []
+    x, w, w2 = torch.randn(4, 8), torch.randn(6, 8), torch.randn(8, 6)
+    rows, heads = 4 * ranks, ranks
+    heads_of_all = torch.ones(rows, 2)
+    calls: list[tuple[Any, int]] = [
+        (lambda: distgemm.all_gather_matmul(x, w, group=group), rows * 8 * 6),
+        (lambda: distgemm.all_gather_matmul(x, [w, w], group=group), rows * 8 * 12),
+        (lambda: distgemm.matmul_reduce_scatter(torch.ones(rows, 6), w2, group=group), rows * 6 * 8),
+        (lambda: distgemm.matmul_all_reduce(torch.ones(rows, 6), w2, group=group), rows * 6 * 8),
+        (lambda: distgemm.matmul_all_to_all(x, torch.ones(heads, 8), group=group), 4 * 8 * heads),
+        (
+            lambda: distgemm.all_to_all_matmul(heads_of_all, torch.ones(5, 2 * ranks), group=group),
+            4 * 5 * 2 * ranks,
+        ),
+    ]
+    for number, (call, wanted) in enumerate(calls):
+        call()  # makes the op known to the counter
+        with FlopCounterMode(display=False) as counter:
+            call()
+        if counter.get_total_flops() != 2 * wanted:
+            found.append(f"{number}: {counter.get_total_flops()}, not {2 * wanted}")
+    return found
 
 
 def travels_meanwhile() -> list[str]:

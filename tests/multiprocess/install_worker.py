@@ -378,6 +378,28 @@ def styles_along_dimension_1() -> list[str]:
     return compiled_styles(1, False)
 
 
+def extents_that_vary() -> list[str]:
+    """What is not fused is reported once torch compiles for any number of tokens, too."""
+    ranks, rank, wrong = dist.get_world_size(), dist.get_rank(), []
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 8 * ranks), nn.GELU(), nn.Linear(8 * ranks, 6)).to(device(), torch.float64)
+    whole = copy.deepcopy(model)
+    styles: dict[str, ParallelStyle] = {
+        "0": ColwiseParallel(input_layouts=Shard(0)),
+        "2": RowwiseParallel(output_layouts=Shard(0)),
+    }
+    parallelize_module(model, init_device_mesh(device().type, (ranks,)), styles)
+    with distgemm.install(), compiled_anew(), torch.no_grad():
+        compiled = torch.compile(model)
+        for tokens in (4, 6, 8):
+            x = draw(1, tokens * ranks, 6)
+            if not near(compiled(x.chunk(ranks)[rank]), whole(x).chunk(ranks)[rank]):
+                wrong.append(f"{tokens} tokens")
+    shapes = {site.shapes for site, _ in distgemm.report().not_fused}
+    named = [shape for (shape,) in shapes if isinstance(shape[0], str)]
+    return wrong + [str(distgemm.report())] * (len(named) != 1 or len(shapes) != 2)
+
+
 def styles_with_a_bias() -> list[str]:
     """The same with a bias behind the scatter, which is a sum of its own and is reported."""
     return compiled_styles(0, True)

@@ -512,6 +512,8 @@ def replicated() -> list[str]:
             assert isinstance(parameter.grad, DTensor)
             found[name] = parameter.grad.full_tensor(), whole.get_parameter(name).grad
         wrong += [f"{case}: {name}" for name, (a, b) in found.items() if differs(a, b)]
+        if not as_dtensor and differs(model[2](input=model[1](model[0](input=mine))), y):  # as nn.Linear takes it
+            wrong.append(f"{case}: by keyword")
     for dtype in (torch.float32, torch.float64):
         torch.manual_seed(6)
         linear, given = nn.Linear(6, 4 * ranks).to(dtype), torch.randn(3, 6, dtype=dtype)

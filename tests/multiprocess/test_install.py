@@ -13,7 +13,7 @@ from tests.once import once
 
 CHECKS = ("gathers", "scatters", "copies", "refusals", "scaled_gathers", "scaled_scatters", "scaled_refusals")
 GRAPHS = ("groups", "compiled_by_inductor", "bias_before_heads", "styles_of_torch")
-MORE_GRAPHS = ("styles_along_dimension_1", "styles_with_a_bias")
+MORE_GRAPHS = ("styles_along_dimension_1", "styles_with_a_bias", "extents_that_vary")
 
 
 @once

@@ -36,6 +36,16 @@ def test_chunks_travel_while_the_caller_is_busy(ranks: int) -> None:
     assert results(ranks, gather_worker.travels_meanwhile) == [[]] * ranks
 
 
+@pytest.mark.parametrize("ranks", [2])
+def test_chunks_are_of_their_block(ranks: int) -> None:
+    assert results(ranks, gather_worker.behind_the_block) == [[]] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_torch_counts_flops(ranks: int) -> None:
+    assert results(ranks, gather_worker.flops) == [[]] * ranks
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_block_of_a_gather_ends_on_all_ranks(ranks: int) -> None:
@@ -159,8 +169,8 @@ def test_both_groups_of_a_mesh_run_at_once() -> None:
         ("no schedule", "all_gather_1d_ring_a"),
         ("mesh", "group=mesh['tp']"),
         ("group", "dist.group.WORLD has all ranks"),
-        ("destroyed group", ", or it was destroyed: pass the group itself, or mesh['"),
-        ("group's name", "no process group of this process has the name 'tp', or it was destroyed: pass the group"),
+        ("destroyed group", ": it was destroyed, or never made. Pass one that exists, or a dimension of"),
+        ("group's name", "this process has no process group of the name 'tp': it was destroyed, or never made"),
         ("list", "all_gather_matmul: a_shard is a torch.Tensor, as torch.as_tensor makes it, got [["),
         (
             "array",

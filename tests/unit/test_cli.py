@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import sys
@@ -253,6 +254,7 @@ def test_an_imported_schedule_is_one_of_all(folder: Path) -> None:
     [
         ("none.py", "", "--import none.py: there is no such file"),
         ("none", "", "--import none: ModuleNotFoundError: No module named 'none'"),
+        ("own.txt", OWN, "--import own.txt: the name of a file with Python code ends in .py"),
         ("own.py", "\n\nregister_schedule()", "--import own.py: line 3: NameError: name 'register_schedule' is not"),
         ("own", "\n\nregister_schedule()", "--import own: NameError: name 'register_schedule' is not"),
         ("own.py", "def f(:", "--import own.py: SyntaxError: invalid syntax (own.py, line 1)"),
@@ -265,8 +267,16 @@ def test_an_imported_schedule_is_one_of_all(folder: Path) -> None:
     ],
 )
 def test_imports_that_fail(given: str, program: str, message: str, folder: Path) -> None:
-    (folder / "own.py").write_text(program)
+    (folder / ("own.txt" if given == "own.txt" else "own.py")).write_text(program)
     assert refusal("--import", given, "list").startswith(f"error: {message}")
+
+
+def test_a_full_standard_output_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(name: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("distgemm.cli.list.schedule_mesh_rank", full)
+    assert refusal("list").startswith("error: standard output cannot be written: No space left on device")
 
 
 # --- demo ---------------------------------------------------------------------------------------------

@@ -154,6 +154,24 @@ def test_styles_refuse_a_schedule_of_another_pattern(
     make(schedule="tensor_parallel_2d_nested mesh=2x2")  # on a mesh, only a call can tell
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ag+gemm chnks=2", "all_gather_1d_tiling_cd_rotating_a has no option 'chnks'; its options: chunks"),
+        (
+            "ag+gemm chunks=999999",
+            "all_gather_1d_tiling_cd_rotating_a: chunks is an integer from 1 to 4096, got 999999",
+        ),
+    ],
+)
+def test_options_are_refused_when_layers_are_made(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        distgemm.nn.ColwiseParallel(schedule=text)
+    with pytest.raises(ValueError, match=message):
+        distgemm.install(gather=text)
+    distgemm.nn.ColwiseParallel(schedule="ag+gemm chunks=2 workspace=small sync=barrier")
+
+
 def test_install_refuses_a_schedule_of_the_other_op() -> None:
     for options, message in (
         ({"gather": "gemm+rs"}, "ag\\+gemm, as fused_all_gather_matmul does"),
