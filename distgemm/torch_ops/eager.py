@@ -32,6 +32,10 @@ class Prepared(Protocol):
         ...
 
 
+class NoTokensError(ValueError):
+    """All ranks together have no tokens, so there is no GEMM."""
+
+
 class OpCall(Protocol):
     """The arguments of a call of an op."""
 
@@ -39,6 +43,9 @@ class OpCall(Protocol):
         """Check the arguments; what :meth:`run` needs besides, a :class:`Prepared`.
 
         Of tensors it sees shapes, dtypes and devices only.
+
+        Raises:
+            NoTokensError: if there is nothing to compute, and :meth:`fake` returns the result.
         """
         ...
 
@@ -101,7 +108,7 @@ class EagerOp:
         call = self._call(*args)
         prepared = self._prepared_for(key, call)
         if not needs_grad or not torch.is_grad_enabled():
-            return call.run(prepared)
+            return _result(call, prepared)
         lengths = tuple([len(arg) if isinstance(arg, (list, tuple)) else -1 for arg in args])
         flat = [each for arg, length in zip(args, lengths, strict=True) for each in (arg if length >= 0 else (arg,))]
         found = self._node.apply(prepared, lengths, *flat)
@@ -122,13 +129,15 @@ class EagerOp:
         if recording():
             return self._shapes(*args)
         call = self._call(*args)
-        return call.run(self._prepared_for(_read(args)[0], call))
+        return _result(call, self._prepared_for(_read(args)[0], call))
 
-    def _prepared_for(self, key: tuple[Any, ...], call: OpCall) -> Prepared:
+    def _prepared_for(self, key: tuple[Any, ...], call: OpCall) -> Prepared | None:
         prepared = self._prepared.get(key)
         if prepared is None or not prepared.is_current():
             with torch.no_grad():
-                prepared = self._prepared[key] = call.prepare()
+                prepared = _prepared(call)
+            if prepared is not None:
+                self._prepared[key] = prepared
         return prepared
 
     def _shapes(self, *args: Any) -> Any:
@@ -138,8 +147,22 @@ class EagerOp:
             _keep_order(self._name)
         call = self._call(*args)
         if recording():
-            call.prepare()
+            _prepared(call)
         return call.fake()
+
+
+def _prepared(call: OpCall) -> Prepared | None:
+    """What a call needs; None if all ranks together have no tokens."""
+    try:
+        found: Prepared = call.prepare()
+    except NoTokensError:
+        return None
+    return found
+
+
+def _result(call: OpCall, prepared: Prepared | None) -> Any:
+    """What an op computes. Without tokens nothing moves, and results have no elements."""
+    return call.fake() if prepared is None else call.run(prepared)
 
 
 def _keep_order(name: str) -> None:
@@ -215,10 +238,10 @@ def _autograd_function(
 
     class Node:
         @staticmethod
-        def forward(ctx: Any, prepared: Prepared, lengths: tuple[int, ...], *flat: Any) -> Any:
+        def forward(ctx: Any, prepared: Prepared | None, lengths: tuple[int, ...], *flat: Any) -> Any:
             # Without setup_context, for which torch inspects the signature in each call.
             args = tuple(_nested(flat, lengths))
-            found = call(*args).run(prepared)
+            found = _result(call(*args), prepared)
             ctx.lengths, ctx.has_list = lengths, isinstance(found, list)
             setup(ctx, args, found)
             return tuple(found) if ctx.has_list else found

@@ -69,6 +69,8 @@ def _matrix(name: str, x: Tensor) -> Tensor:
         raise ValueError(
             f"{name} is (tokens, ..., in_features), got shape {tuple(x.shape)}; x.unsqueeze(0) is one token"
         )
+    if 0 in x.shape[1:-1]:
+        raise ValueError(f"{name} may have no tokens, but dimensions between are at least 1, got {tuple(x.shape)}")
     return x.flatten(0, -2)
 
 

@@ -18,7 +18,7 @@ from distgemm.plan.scaling import OperandScaling, Scaling
 from distgemm.runtime.checks import TORCH_DTYPES, process_group
 from distgemm.schedulers import Pattern
 from distgemm.torch_ops.dispatch import Function, PreparedCall, prepare, with_rows_or_columns
-from distgemm.torch_ops.eager import EagerOp
+from distgemm.torch_ops.eager import EagerOp, NoTokensError
 
 __all__ = [
     "all_gather_matmul",
@@ -164,7 +164,8 @@ def _problem(
     function: Function, a: Tensor, m: int, n: int, k: int, rows: Sequence[int] | None, ranks: int, **options: Any
 ) -> GemmProblem:
     if not m or not n or not k:
-        raise ValueError(f"{function}: m, n and k over all ranks are at least 1, got m {m}, n {n}, k {k}")
+        error = ValueError if m else NoTokensError
+        raise error(f"{function}: m, n and k over all ranks are at least 1, got m {m}, n {n}, k {k}")
     unequal = rows is not None and list(rows) != split_extent(m, ranks)
     m_per_rank = tuple(rows) if unequal and rows else None
     return GemmProblem(m, n, k, dtype=NAMES[a.dtype], m_per_rank=m_per_rank, **options)

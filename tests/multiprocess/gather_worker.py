@@ -63,6 +63,38 @@ def behind_the_block() -> list[str]:
     return wrong + [f"{len(found)} chunks"] * (len(found) != dist.get_world_size())
 
 
+def without_tokens() -> list[str]:
+    """Functions of no tokens, eager and compiled: as a linear of no tokens, and no rank waits."""
+    ranks, group, wrong = dist.get_world_size(), dist.group.WORLD, []
+    none = (0,) * ranks
+    calls: dict[str, tuple[Any, int, tuple[int, ...]]] = {
+        "gather": (lambda x, w: distgemm.all_gather_matmul(x, w, group=group), 6, (5,)),
+        "unequal": (lambda x, w: distgemm.all_gather_matmul(x, w, group=group, m_per_rank=none), 6, (5,)),
+        "scatter": (lambda x, w: distgemm.matmul_reduce_scatter(x, w, group=group), 6, (5,)),
+        "all-reduce": (lambda x, w: distgemm.matmul_all_reduce(x, w, group=group), 6, (5,)),
+        "to heads": (lambda x, w: distgemm.matmul_all_to_all(x, w, group=group), 6, (2 * ranks,)),
+        "to tokens": (lambda x, w: distgemm.all_to_all_matmul(x, w, group=group), 6, (5,)),
+    }
+    for name, (call, k, (n,)) in calls.items():
+        columns = n // ranks if name == "to heads" else n
+        for shape, compiled in (((0, k), False), ((0, 3, k), False), ((0, k), True)):
+            x = torch.zeros(shape, requires_grad=True)
+            w = torch.zeros(n, k * ranks if name == "to tokens" else k, requires_grad=True)
+            run = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
+            y = run(x, w)
+            y.sum().backward()
+            if y.numel() or y.shape[-1] != columns or y.dim() != len(shape):
+                wrong.append(f"{name} of {shape}: {tuple(y.shape)}")
+            assert x.grad is not None
+            if x.grad.shape != x.shape or w.grad is None or w.grad.count_nonzero() or w.grad.shape != w.shape:
+                wrong.append(f"{name} of {shape}: gradients")
+    _, whole = distgemm.all_gather_matmul(torch.zeros(0, 6), torch.zeros(5, 6), group=group, return_gathered=True)
+    if whole.shape != (0, 6):
+        wrong.append(f"gathered {tuple(whole.shape)}")
+    dist.barrier(group)
+    return wrong
+
+
 def flops() -> list[str]:
     """torch counts the local product of each function, and those of gradients."""
     ranks, group, found = dist.get_world_size(), dist.group.WORLD, []

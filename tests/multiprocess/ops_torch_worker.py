@@ -711,7 +711,8 @@ def misuse() -> dict[str, str]:
         "no chunks": lambda: ar(a, b, group=world, chunks=0),
         "executable": lambda: distgemm.CollectiveExecutable(plan, mesh),
         "executable's group": lambda: distgemm.CollectiveExecutable(plan, 3),  # type: ignore[arg-type]
-        "no tokens": lambda: ag(a[:0], b, group=world),
+        "no batch": lambda: ag(a.new_empty(4, 0, a.shape[1]), b, group=world),
+        "no columns": lambda: ag(a[:, :0], b[:, :0], group=world),
         "empty rank": lambda: ag(a, b[: 1 - rank], group=world, out_features=1, return_gathered=True),
         "empty rank's bias": lambda: rs(a[:, : 1 - rank], b[:, : 1 - rank], group=world, in_features=1, bias=bias),
         "outside": lambda: ag(a, b, group=outside) if rank else "",

@@ -42,6 +42,11 @@ def test_chunks_are_of_their_block(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2])
+def test_without_tokens_results_are_empty_and_gradients_zero(ranks: int) -> None:
+    assert results(ranks, gather_worker.without_tokens) == [[]] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2])
 def test_torch_counts_flops(ranks: int) -> None:
     assert results(ranks, gather_worker.flops) == [[]] * ranks
 
@@ -185,7 +190,8 @@ def test_both_groups_of_a_mesh_run_at_once() -> None:
         ("no chunks", "matmul_all_reduce: chunks is an integer >= 1, got 0"),
         ("executable", "the mesh has 2 dimensions, and the ranks of one take part: group=mesh['tp']"),
         ("executable's group", "group is a ProcessGroup, a DeviceMesh of one dimension or a group's name; got 3"),
-        ("no tokens", "m, n and k over all ranks are at least 1, got m 0"),
+        ("no batch", "a_shard may have no tokens, but dimensions between are at least 1, got (4, 0, 3)"),
+        ("no columns", "m, n and k over all ranks are at least 1, got m 8, n 8, k 0"),
         ("empty rank", "leaves rank 1 without a row of b"),
         ("empty rank's bias", "add the bias to the result instead"),
     ],
