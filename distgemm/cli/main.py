@@ -47,9 +47,9 @@ class _Commands(TyperGroup):
         except typer.BadParameter as error:
             message = _of_parameter(error)
         except OSError as error:
-            if error.errno != errno.ENOSPC or error.filename is not None:  # that of a file is reported with its name
+            if error.errno != errno.ENOSPC or error.filename is not None:
                 raise
-            message = f"standard output cannot be written: {error.strerror}"
+            message = f"output cannot be written: {error.strerror}"  # to standard output, or to a file that is open
         command = self.commands.get(ctx.invoked_subcommand)
         names = [parameter.name for parameter in command.params] if command else []
         say(f"error: {_in_option_names(' '.join(message.split()), names)}")

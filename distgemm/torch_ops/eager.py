@@ -122,7 +122,7 @@ class EagerOp:
         """
         namespace, _, base = self._name.partition("::")
         packet = getattr(getattr(torch.ops, namespace), base)
-        if packet not in flop_registry:  # a reloaded module registers its ops anew
+        if packet not in flop_registry:  # the module may be reloaded
             register_flop_formula(packet)(formula)
 
     def _compute(self, *args: Any) -> Any:

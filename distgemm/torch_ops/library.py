@@ -969,11 +969,12 @@ scaled_matmul = EagerOp(
 def _flops(a: Sequence[int], b: Any, *arguments: Any, out_shape: Any, **_: Any) -> int:
     """Of this rank's product. Shapes stand for tensors.
 
-    It has all rows of a, or those of the result, where ranks get rows of a from each other.
+    An op that brings rows of a from peers returns a list, and its product has the rows of the result. Other products
+    have those of a. :data:`scaled_matmul` always returns a list, and its arguments name the pattern.
     """
     weights = b if isinstance(b, list) else [b]
-    sends_results = not isinstance(out_shape, list) or "gemm+rs" in arguments or "gemm+ar" in arguments
-    rows = a[0] if sends_results else out_shape[0][0]
+    reduces = "gemm+rs" in arguments or "gemm+ar" in arguments
+    rows = out_shape[0][0] if isinstance(out_shape, list) and not reduces else a[0]
     return sum(2 * rows * columns * k for columns, k in weights)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -271,12 +271,12 @@ def test_imports_that_fail(given: str, program: str, message: str, folder: Path)
     assert refusal("--import", given, "list").startswith(f"error: {message}")
 
 
-def test_a_full_standard_output_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(name: str) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("distgemm.cli.list.schedule_mesh_rank", full)
-    assert refusal("list").startswith("error: standard output cannot be written: No space left on device")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_full_standard_output_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "distgemm", "list"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (2, "error: output cannot be written: No space left on device\n")
 
 
 # --- demo ---------------------------------------------------------------------------------------------

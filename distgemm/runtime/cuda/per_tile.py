@@ -123,10 +123,10 @@ class PerTileExecutable(GpuExecutable):
         tensors = (a_shard, b_shard, c_shard, *given.values())
         check_gradients(self.rank, *tensors)
         read = self._readable(tensors)
-        launch = self._bind(read, **options)
+        factors = {"alpha": 1.0, "beta": 0.0, **options}
+        launch = self._bind(read, **factors)
         if any(x is not y for x, y in zip(read, tensors, strict=True)):  # each replay copies anew
-            alpha, beta = (float(options.get(name, value)) for name, value in (("alpha", 1.0), ("beta", 0.0)))
-            return PreparedCall(self, lambda stream: self._put_call(tensors, alpha, beta, stream), tensors)
+            return PreparedCall(self, lambda stream: self._put_call(tensors, stream=stream, **factors), tensors)
         return PreparedCall(self, lambda stream: self._launch(launch, stream), tensors)
 
     def awaited(self, values: EpochValues) -> tuple[str, list[int]]:
