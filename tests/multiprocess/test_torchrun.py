@@ -7,8 +7,9 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,23 +34,42 @@ def test_ranks_started_by_torchrun_compute_the_product(ranks: int) -> None:
 
 
 def on_two_hosts(program: Path) -> str:
-    """What a program prints that two commands start, both on this machine: a node is what one command starts."""
+    """What a program prints that two commands start, both on this machine: a node is what one command starts.
+
+    Where a rank fails, its command ends, but the other one waits for it for 300 s: both are ended here.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
-    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=hosts"]
+    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=hosts", str(program)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
-    started = [subprocess.Popen([*command, str(program)], **pipes) for _ in range(2)]
-    ended = [process.communicate(timeout=120) for process in started]
-    assert [process.returncode for process in started] == [0, 0], ended
-    return "".join(out for out, _ in ended)
+    with tempfile.TemporaryFile("w+") as output:
+        started = [
+            subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment) for _ in range(2)
+        ]
+        end = time.monotonic() + 120
+        while (codes := [process.poll() for process in started]) != [0, 0]:
+            if any(codes) or time.monotonic() > end:
+                break
+            time.sleep(0.1)
+        for process in started:
+            process.terminate()  # it ends its ranks
+        for process in started:
+            try:
+                process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        output.seek(0)
+        printed = output.read()
+    assert codes == [0, 0], printed
+    return printed
 
 
 @pytest.mark.sample(0)  # many launches
 def test_two_commands_start_two_hosts() -> None:
-    # Ranks of a node share a pipe, so a line may begin before another one's end.
+    # Ranks share a file, so a line may begin before another one's end.
     lines = sorted(re.findall(r"\d:\d:right:\d", on_two_hosts(HOSTS_PROGRAM)))
     assert lines == [f"{host}:{rank}:right:1" for host in range(2) for rank in range(2)]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
+import signal
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -11,6 +14,7 @@ from distgemm.runtime.launch import mesh_from_env
 
 
 def main() -> None:
+    faulthandler.register(signal.SIGTERM, chain=True)  # what a rank waited for when its test took too long
     mesh = mesh_from_env("gloo")
     hosts, ranks = mesh.shape
     rank = dist.get_rank()
