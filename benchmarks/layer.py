@@ -30,6 +30,7 @@ from torch.nn import functional
 
 import distgemm
 from distgemm.measure.models import MODELS, Model
+from distgemm.measure.timing import order_of_round
 from distgemm.runtime.launch import launch
 
 Tensor = torch.Tensor
@@ -288,14 +289,14 @@ def graph_of(run: Callable[[], Any], calls: int) -> tuple[torch.cuda.CUDAGraph, 
 def times_of(graphs: dict[str, torch.cuda.CUDAGraph], calls: int, device: torch.device) -> dict[str, float]:
     """Milliseconds of a call by method: the median over rounds, on the slowest rank.
 
-    Bursts of the methods are interleaved. Every second round goes backwards.
+    Bursts of the methods are interleaved, each round in an order of its own; each follows one of its own method.
     """
     once = {name: burst(graph, 1, device) for name, graph in graphs.items()}  # a replay that warms up
     slowest = largest(list(once.values()), device)
     replays = {name: math.ceil(BURST_MS / ms) for name, ms in zip(graphs, slowest, strict=True)}  # equal on all ranks
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for number in range(ROUNDS):
-        for name in list(graphs)[:: -1 if number % 2 else 1]:
+        for name in order_of_round(graphs, number):
             burst(graphs[name], replays[name], device)
             times[name].append(burst(graphs[name], replays[name], device) / calls / replays[name])
     by_round = zip(*(largest(row, device) for row in zip(*times.values(), strict=True)), strict=True)
