@@ -208,10 +208,14 @@ class ParallelLinear(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         for name, parameter in self.named_parameters(recurse=False):
             given = state_dict.get(prefix + name)
-            if not isinstance(given, Tensor) or isinstance(given, DTensor) or not isinstance(parameter, DTensor):
+            if not isinstance(given, Tensor) or not isinstance(parameter, DTensor):
                 continue
             mesh, placements = parameter.device_mesh, parameter.placements
-            if tuple(given.shape) == self.whole_shape(name):
+            if isinstance(given, DTensor):
+                if given.device_mesh == mesh and given.placements != placements:  # ``assign`` would keep them
+                    whole: Any = given.detach()
+                    state_dict[prefix + name] = whole.redistribute(placements=placements)
+            elif tuple(given.shape) == self.whole_shape(name):
                 state_dict[prefix + name] = distribute_tensor(given, mesh, placements, src_data_rank=None)
             elif tuple(given.shape) == self.part_shape(name) and mesh.ndim == 1:
                 state_dict[prefix + name] = dtensor_of_part(given, mesh, self._placement(name), parameter)

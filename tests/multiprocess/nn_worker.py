@@ -123,6 +123,19 @@ def states() -> list[str]:
     wrong += [f"{key} changed" for key, value in plain.state_dict().items() if not torch.equal(before[key], value)]
     if ranks > 1:
         try:
+    mesh = one[0].mesh
+    for placement in (Replicate(), Shard(0), Shard(1)):  # assign keeps the tensors, and not the placements
+        given = {
+            key: distribute_tensor(x, mesh, [Shard(0) if x.dim() == 1 else placement]) for key, x in before.items()
+        }
+        three = parallel()
+        placements = {name: parameter.placements for name, parameter in three.named_parameters()}  # type: ignore[attr-defined]
+        three.load_state_dict(given, assign=True)
+        state = distgemm.nn.full_state_dict(three)
+        wrong += [f"{key} from {placement}" for key, x in before.items() if not torch.equal(state[key], x)]
+        for name, parameter in three.named_parameters():
+            if parameter.placements != placements[name] or not parameter.requires_grad:  # type: ignore[attr-defined]
+                wrong.append(f"{name} from {placement}: {parameter}")
             one.load_state_dict({**before, "0.weight": torch.zeros(3 * ranks, 5)})
             wrong.append("a weight of another size is loaded")
         except RuntimeError as error:
