@@ -370,7 +370,8 @@ class SequenceParallel(SequenceParallelOfTorch):
     It is torch's SequenceParallel: parameters become DTensors that are the same on all ranks. In addition, gradients
     are summed when backward computes them. Those of torch's style stay partial sums until an optimizer sums them, and
     ``clip_grad_norm_`` of torch 2.11 does not clip partial sums. FSDP2 sums them in its own way. A deep copy of the
-    module has gradients as torch's style.
+    module, and one whose parameters ``to``, ``to_empty`` or ``assign=True`` have replaced, has gradients as torch's
+    style.
 
     Ranks may have different numbers of tokens, and none. A rank without tokens computes one token of zeros, whose
     gradient is zero, so that it takes part in the sums. In torch.compile each rank needs a token.
@@ -395,10 +396,9 @@ class SequenceParallel(SequenceParallelOfTorch):
             name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad
         ]
         module = super()._apply(module, device_mesh)
-        for name, parameter in module.named_parameters():
-            parameter.requires_grad_(name not in frozen)  # torch's style makes all of them trainable
-            if parameter.requires_grad:
-                parameter.register_hook(_summed)  # type: ignore[no-untyped-call]
+        for name, parameter in module.named_parameters():  # torch's style makes all of them trainable
+            parameter.register_hook(_summed)  # type: ignore[no-untyped-call]  # also for one that is frozen now
+            parameter.requires_grad_(name not in frozen)
         # A method takes the module, also of a deep copy. What else the module was given as its forward does not.
         own: Any = module.forward
         run = getattr(own, "__func__", lambda _, x: own(x))

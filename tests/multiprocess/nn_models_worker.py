@@ -128,6 +128,11 @@ def modules_on_tokens() -> list[str]:
     parallelize_module(frozen, mesh, distgemm.nn.SequenceParallel(sequence_dim=0))
     if not frozen.weight.requires_grad or frozen.bias.requires_grad:
         wrong.append("a frozen parameter is trained")
+    frozen.bias.requires_grad_(True)
+    frozen(torch.ones(1, 6)).sum().backward()
+    assert isinstance(frozen.bias.grad, DTensor)
+    if differs(frozen.bias.grad.to_local(), torch.full((6,), float(ranks))):
+        wrong.append("the gradient of a parameter that was frozen is not summed")
     given = nn.Identity()
     given.forward = lambda x: 2 * x  # type: ignore[method-assign]
     parallelize_module(given, mesh, distgemm.nn.SequenceParallel(sequence_dim=0))
