@@ -88,11 +88,11 @@ def _sharing(module: nn.Module) -> list[nn.Linear]:
     return list(run.func.__self__.linears.values()) if isinstance(run, partial) else []  # type: ignore[attr-defined]
 
 
-def _forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+def _forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     bias = None if self.bias is None else autocast(self.bias)
     found = state(self)
     assert found is not None
-    return fp8.linear(autocast(x), autocast(self.weight), bias, recipe=found)
+    return fp8.linear(autocast(input), autocast(self.weight), bias, recipe=found)
 
 
 def state(layer: nn.Module) -> fp8.LayerState | None:

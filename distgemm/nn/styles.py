@@ -465,13 +465,13 @@ class _Shared:
         self.state: Any = None
         self.outputs: dict[str, Tensor] = {}
 
-    def forward(self, name: str, x: Tensor) -> Tensor:
+    def forward(self, name: str, input: Tensor) -> Tensor:
         """The output of one of them."""
-        made_of, state = self._made_of(x)
+        made_of, state = self._made_of(input)
         same = len(made_of) == len(self.made_of) and all(a is b for a, b in zip(made_of, self.made_of, strict=True))
         if not same or state != self.state or name not in self.outputs:
             self.clear()
-            self.outputs = self._compute(x)
+            self.outputs = self._compute(input)
             self.made_of, self.state = made_of, state
         y = self.outputs.pop(name)
         if not self.outputs:

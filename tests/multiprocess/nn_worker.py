@@ -362,7 +362,7 @@ class TwoOfOne(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         q = self.q(x)
         self.between(self, x)
-        return q, self.k(x)
+        return q, self.k(input=x)  # as nn.Linear takes it
 
 
 def shared_changes() -> list[str]:
