@@ -22,6 +22,7 @@ from distgemm.nn.tensors import (
     GradientCheck,
     Tokens,
     check_forward,
+    check_parameters,
     check_sequence_dim,
     check_tokens,
     dtensor_of_part,
@@ -180,6 +181,7 @@ class ParallelLinear(nn.Module):
                 if that has one by :func:`distgemm.nn.use_recipe` or is a Float8Linear of torchao.
         """
         check_forward(instance("linear", linear, nn.Linear, "an nn.Linear"))
+        check_parameters(linear)
         weight, state = linear.weight, state_of(options.pop("recipe", None), linear)
         options = {"device": weight.device, "dtype": weight.dtype, **options}
         layer = cls(linear.in_features, linear.out_features, group=group, bias=linear.bias is not None, **options)

@@ -14,6 +14,7 @@ from torch import nn
 from distgemm import fp8
 from distgemm.arguments import function, instance, string
 from distgemm.fp8.recipe import read_recipe
+from distgemm.nn.tensors import check_forward
 from distgemm.plan.scaling import OperandScaling
 from distgemm.torch_ops.functional import autocast
 
@@ -52,7 +53,8 @@ def use_recipe(model: nn.Module, recipe: fp8.Recipe | str, only: Filter | None =
         The names of the layers that compute in fp8.
 
     Raises:
-        ValueError: if no layer does, or only some of the Linears that share a gather.
+        ValueError: if no layer does, or only some of the Linears that share a gather; and for a Linear with a forward
+            of its own.
     """
     instance("model", model, nn.Module, "an nn.Module")
     recipe = read_recipe("recipe", recipe)
@@ -67,6 +69,9 @@ def use_recipe(model: nn.Module, recipe: fp8.Recipe | str, only: Filter | None =
     if not found:
         raise ValueError("no layer of the model computes in fp8: it has no linear layer that `only` takes")
     taken = [layers[name] for name in found]
+    for name, module in zip(found, taken, strict=True):
+        if isinstance(module, nn.Linear) and not hasattr(module, "fp8"):
+            _check_forward_of(name, module)
     for module in taken:
         shared = _sharing(module)
         if lacking := [name for name, each in layers.items() if each in shared and each not in taken]:
@@ -80,6 +85,13 @@ def use_recipe(model: nn.Module, recipe: fp8.Recipe | str, only: Filter | None =
                 module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
             give_state(module, fp8.LayerState(recipe, module.weight.device))
     return found
+
+
+def _check_forward_of(name: str, linear: nn.Linear) -> None:
+    try:
+        check_forward(linear)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}, or leave it out: only=all_but({name!r})" if name else str(error)) from None
 
 
 def _sharing(module: nn.Module) -> list[nn.Linear]:

@@ -29,6 +29,7 @@ from distgemm.nn.tensors import (
     GradientCheck,
     Tokens,
     check_forward,
+    check_parameters,
     check_sequence_dim,
     check_tokens,
     dtensor_of_part,
@@ -80,6 +81,7 @@ def _name(style: ParallelStyle) -> str:
 
 
 def _distribute(style: ParallelStyle, module: nn.Module, mesh: DeviceMesh, placements: dict[str, Placement]) -> None:
+    check_parameters(module)
     for name, parameter in list(module.named_parameters(recurse=False)):
         made = _DISTRIBUTED.get(parameter)
         sharded = None if made is None else made()

@@ -20,6 +20,7 @@ __all__ = [
     "GradientCheck",
     "Tokens",
     "check_forward",
+    "check_parameters",
     "check_sequence_dim",
     "check_tokens",
     "dtensor_of_part",
@@ -47,13 +48,26 @@ def local(parameter: Tensor | None) -> Any:
 
 
 def check_forward(linear: nn.Linear) -> None:
-    """Raises ValueError for a Linear whose class computes something else, which would not run.
+    """Raises ValueError for a Linear that computes something else, which would not run.
 
-    A Float8Linear of torchao has a recipe here.
+    A Float8Linear of torchao has a recipe here. A Linear with ``fp8`` has the forward of a style or of use_recipe.
     """
     kind = type(linear)
-    if kind.forward is not nn.Linear.forward and kind.__name__ != "Float8Linear":
+    own = kind.forward is not nn.Linear.forward and kind.__name__ != "Float8Linear"
+    if own or ("forward" in linear.__dict__ and not hasattr(linear, "fp8")):
         raise ValueError(f"{kind.__name__} has a forward of its own, which would not run; take an nn.Linear")
+
+
+def check_parameters(module: nn.Module) -> None:
+    """Raises ValueError unless weight and bias are the parameters of the module, as with weight_norm or pruning."""
+    own = dict(module.named_parameters(recurse=False))
+    computed = [name for name in ("weight", "bias") if name not in own and getattr(module, name, None) is not None]
+    if computed or own.keys() - {"weight", "bias"}:
+        raise ValueError(
+            f"{type(module).__name__} has the parameters {', '.join(name for name, _ in module.named_parameters())}; "
+            "take one whose parameters are weight and bias. torch.nn.utils.parametrize.remove_parametrizations, "
+            "remove_weight_norm and prune.remove make them parameters again"
+        )
 
 
 def uneven(extent: int, ranks: int) -> int | None:

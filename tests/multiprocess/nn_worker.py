@@ -16,6 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
 
 import distgemm
 from tests.multiprocess.ops_torch_worker import BETWEEN, BOUND, split
@@ -121,8 +123,6 @@ def states() -> list[str]:
         one[0].weight.add_(1)
         one[0].bias.add_(1)
     wrong += [f"{key} changed" for key, value in plain.state_dict().items() if not torch.equal(before[key], value)]
-    if ranks > 1:
-        try:
     mesh = one[0].mesh
     for placement in (Replicate(), Shard(0), Shard(1)):  # assign keeps the tensors, and not the placements
         given = {
@@ -136,6 +136,8 @@ def states() -> list[str]:
         for name, parameter in three.named_parameters():
             if parameter.placements != placements[name] or not parameter.requires_grad:  # type: ignore[attr-defined]
                 wrong.append(f"{name} from {placement}: {parameter}")
+    if ranks > 1:
+        try:
             one.load_state_dict({**before, "0.weight": torch.zeros(3 * ranks, 5)})
             wrong.append("a weight of another size is loaded")
         except RuntimeError as error:
@@ -466,6 +468,9 @@ def misuse() -> dict[str, str]:
     """The messages for wrong modules."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     block = nn.ModuleDict({"q": nn.Linear(4, 4), "norm": nn.LayerNorm(4), "doubled": Doubled(4, 4)})
+    given = nn.Linear(4, 4)
+    given.forward = lambda input: 2 * input  # type: ignore[method-assign]
+    pruned = prune.identity(nn.Linear(4, 4), "weight")
 
     def apply(plan: Any) -> str:
         return error_of(lambda: parallelize_module(block, mesh, plan))
@@ -479,6 +484,16 @@ def misuse() -> dict[str, str]:
         "own forward of a layer": error_of(
             lambda: distgemm.nn.RowParallelLinear.from_linear(Doubled(4, 4), group=mesh)
         ),
+        "given forward": error_of(lambda: parallelize_module(given, mesh, distgemm.nn.RowwiseParallel())),
+        "weight_norm": error_of(
+            lambda: parallelize_module(
+                weight_norm(nn.Linear(4, 4, bias=False)), mesh, distgemm.nn.ColwiseParallel(sequence_dim=0)
+            )
+        ),
+        "weight_norm of a layer": error_of(
+            lambda: distgemm.nn.ColumnParallelLinear.from_linear(weight_norm(nn.Linear(4, 4)), group=mesh)
+        ),
+        "pruned": error_of(lambda: parallelize_module(pruned, mesh, distgemm.nn.RowwiseParallel())),
         "no names": error_of(distgemm.nn.SharedColwiseParallel),
         "extent": error_of(lambda: distgemm.nn.ColumnParallelLinear(16, -4, group=mesh)),
         "no integer": error_of(lambda: distgemm.nn.RowParallelLinear(16.0, 4, group=mesh)),  # type: ignore[arg-type]

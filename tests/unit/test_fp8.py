@@ -7,6 +7,7 @@ import json
 import pickle
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -424,6 +425,32 @@ def test_scope_of_shards_differs_from_the_whole() -> None:
 def test_wrong_arguments_are_refused(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
+
+
+class Doubled(nn.Linear):
+    """A Linear that computes something else."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def test_a_linear_with_a_forward_of_its_own_is_refused() -> None:
+    given = nn.Linear(16, 16)
+    given.forward = partial(torch.nn.functional.linear, weight=given.weight)  # type: ignore[method-assign]
+    for other in (Doubled(16, 16), given):
+        model = nn.Sequential(nn.Linear(16, 16), other)
+        x = torch.randn(4, 16)
+        wanted = model(x)
+        with pytest.raises(ValueError, match=r"1: .* has a forward of its own, .* leave it out: only=all_but"):
+            distgemm.nn.use_recipe(model, "rowwise")
+        assert torch.equal(model(x), wanted)
+        assert distgemm.nn.use_recipe(model, "rowwise", distgemm.nn.all_but("1")) == ["0"]
+
+
+def test_a_linear_takes_the_keyword_input() -> None:
+    linear, x = nn.Linear(16, 8), torch.randn(4, 16)
+    distgemm.nn.use_recipe(linear, "rowwise")
+    assert torch.equal(linear(input=x), linear(x))
 
 
 def test_a_filter_leaves_layers_in_bf16() -> None:
