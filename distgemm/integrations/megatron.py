@@ -39,7 +39,8 @@ def apply(model: torch.nn.Module, schedule: str = "auto") -> Applied:
 
     With sequence parallelism a column-parallel layer is an :func:`distgemm.all_gather_matmul`, and a row-parallel layer
     a :func:`distgemm.matmul_reduce_scatter`, forward and backward. Without, a row-parallel layer is a
-    :func:`distgemm.matmul_all_reduce`. All ranks call this for the same model.
+    :func:`distgemm.matmul_all_reduce`. All ranks call this for the same model. Where Megatron turns
+    ``sequence_parallel`` of a column-parallel layer off, as in inference, its own product runs.
 
     With ``gradient_accumulation_fusion`` the gradient of a weight is added to ``weight.main_grad``, in the dtype of
     ``main_grad`` and without rounding before.
@@ -162,7 +163,10 @@ def _product(
     return found if bias is None else found + bias
 
 
-def _column(layer: Any, schedule: str, input: Tensor, weight: Tensor, bias: Tensor | None, **_: Any) -> Tensor:
+def _column(layer: Any, schedule: str, input: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
+    if not options["sequence_parallel"]:  # Megatron turns it off for calls of inference: the input has all tokens
+        found: Tensor = type(layer)._forward_impl(layer, input, weight, bias=bias, **options)
+        return found
     return _product(layer, "all_gather_matmul", input, weight, schedule, bias=bias)
 
 

@@ -232,6 +232,13 @@ def megatron_linears() -> list[str]:
         assert given.grad is not None and x.grad is not None
         if sequence_parallel and not near(given.grad, x.grad.chunk(ranks)[rank]):
             wrong.append(f"{case}: gradient of x")
+        for layer in (up, down):  # as in GPTModel.forward and set_model_to_sequence_parallel
+            layer.sequence_parallel = False
+        with torch.no_grad():
+            (first, bias), whole_up = up(x), torch.nn.functional.linear(x, w1, None if skip else b1)
+            second, last = down((first if bias is None else first + bias).relu())
+        if not near(first, whole_up.chunk(ranks, -1)[rank]) or not near(second if last is None else second + last, y):
+            wrong.append(f"{case}: sequence parallelism turned off")
         megatron.remove(model)
         if {"forward", "_forward_impl"} & (set(up.__dict__) | set(down.__dict__)):
             wrong.append(f"{case}: remove")
