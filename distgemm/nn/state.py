@@ -292,6 +292,7 @@ def megatron_sharded_state_dict(
     from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 
     state: dict[str, Any] = module.state_dict()
+    dims = {key: _split_dim(key, value) for key, value in state.items()}
     mesh = next((value.device_mesh for value in state.values() if isinstance(value, DTensor)), None)
     groups: dict[str, Any] = {
         "tp_group": None if mesh is None else mesh.get_group(),
@@ -300,7 +301,7 @@ def megatron_sharded_state_dict(
     found: dict[str, Any] = {}
     for key, value in state.items():
         name, part = prefix + key, local(instance(key, value, Tensor, "a torch.Tensor").detach())
-        dim = _split_dim(key, value)
+        dim = dims[key]
         if dim is None:
             found[name] = make_sharded_tensor_for_checkpoint(part, name, prepend_offsets=sharded_offsets, **groups)
         elif value.shape[dim] % value.device_mesh.size():

@@ -466,7 +466,15 @@ def of_megatron() -> list[str]:
                     if differs(found[f"model.{name}.{key}"].data, value):
                         wrong.append(f"{key} of {name}")
     uneven = distgemm.nn.ColumnParallelLinear(6, 2 * ranks + 1, group=mesh)
-    return wrong + errors_of([("Megatron's shards have one size", uneven.sharded_state_dict)])
+    of_two = nn.Linear(2, 2 * ranks, bias=False)  # as FSDP2 makes it
+    two = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("dp", "tp"))
+    of_two.weight = nn.Parameter(distribute_tensor(of_two.weight, two, [Shard(0), Shard(0)]))
+    return wrong + errors_of(
+        [
+            ("Megatron's shards have one size", uneven.sharded_state_dict),
+            ("weight is split over DeviceMesh", lambda: megatron.sharded_state_dict(of_two)),
+        ]
+    )
 
 
 # --- LoRA -------------------------------------------------------------------------------------------------
