@@ -81,7 +81,7 @@ def _name(style: ParallelStyle) -> str:
 
 
 def _distribute(style: ParallelStyle, module: nn.Module, mesh: DeviceMesh, placements: dict[str, Placement]) -> None:
-    check_parameters(module)
+    check_parameters(module, placements)
     for name, parameter in list(module.named_parameters(recurse=False)):
         made = _DISTRIBUTED.get(parameter)
         sharded = None if made is None else made()
@@ -369,8 +369,9 @@ def _in_equal_shares(name: str, ids: Tensor, dim: int, m_per_rank: Sequence[int]
 class SequenceParallel(SequenceParallelOfTorch):
     """Sums the gradients of a module that works on this rank's tokens, such as a norm, an embedding or a head.
 
-    It is torch's SequenceParallel: parameters become DTensors that are the same on all ranks. In addition, gradients
-    are summed when backward computes them. Those of torch's style stay partial sums until an optimizer sums them, and
+    It is torch's SequenceParallel: parameters become DTensors that are the same on all ranks. Their values are those of
+    the first rank, as with the other styles, and tied ones stay tied. In addition, gradients are summed when backward
+    computes them. Those of torch's style stay partial sums until an optimizer sums them, and
     ``clip_grad_norm_`` of torch 2.11 does not clip partial sums. FSDP2 sums them in its own way. A deep copy of the
     module, and one whose parameters ``to``, ``to_empty`` or ``assign=True`` have replaced, has gradients as torch's
     style.
@@ -392,15 +393,19 @@ class SequenceParallel(SequenceParallelOfTorch):
         check_sequence_dim(sequence_dim)
         super().__init__(sequence_dim=sequence_dim, use_local_output=use_local_output)
 
+    def _replicate_module_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        # Torch's takes each rank's own values, makes tied parameters two, and trains frozen ones.
+        own = [name for name, _ in module.named_parameters(recurse=False)]
+        _distribute(self, module, device_mesh, dict.fromkeys(own, Replicate()))
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         device_mesh = flat_mesh(device_mesh)
-        frozen = [
-            name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad
-        ]
         module = super()._apply(module, device_mesh)
-        for name, parameter in module.named_parameters():  # torch's style makes all of them trainable
-            parameter.register_hook(_summed)  # type: ignore[no-untyped-call]  # also for one that is frozen now
-            parameter.requires_grad_(name not in frozen)
+        for parameter in module.parameters():
+            trained = parameter.requires_grad
+            parameter.requires_grad_()  # a hook is also for one that is frozen now
+            parameter.register_hook(_summed)  # type: ignore[no-untyped-call]
+            parameter.requires_grad_(trained)
         # A method takes the module, also of a deep copy. What else the module was given as its forward does not.
         own: Any = module.forward
         run = getattr(own, "__func__", lambda _, x: own(x))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -58,11 +58,11 @@ def check_forward(linear: nn.Linear) -> None:
         raise ValueError(f"{kind.__name__} has a forward of its own, which would not run; take an nn.Linear")
 
 
-def check_parameters(module: nn.Module) -> None:
-    """Raises ValueError unless weight and bias are the parameters of the module, as with weight_norm or pruning."""
+def check_parameters(module: nn.Module, names: Collection[str] = ("weight", "bias")) -> None:
+    """Raises ValueError for other parameters than ``names``, and for a weight that is none, as with weight_norm."""
     own = dict(module.named_parameters(recurse=False))
-    computed = [name for name in ("weight", "bias") if name not in own and getattr(module, name, None) is not None]
-    if computed or own.keys() - {"weight", "bias"}:
+    computed = [name for name in names if name not in own and getattr(module, name, None) is not None]
+    if computed or own.keys() - set(names):
         raise ValueError(
             f"{type(module).__name__} has the parameters {', '.join(name for name, _ in module.named_parameters())}; "
             "take one whose parameters are weight and bias. torch.nn.utils.parametrize.remove_parametrizations, "

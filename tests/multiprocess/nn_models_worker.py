@@ -396,6 +396,20 @@ def tied() -> list[str]:
     with loss_parallel():
         loss_of(made, ids_of(0)).backward()
     wrong += [name for name, x in made.named_parameters() if differs(whole(x.grad), plain.get_parameter(name).grad)]
+    torch.manual_seed(2 + dist.get_rank())  # the first rank's values count
+    made = parallelize_module(Tied(), mesh, dict.fromkeys(("embedding", "norm", "head"), ON_TOKENS()))  # type: ignore[assignment]
+    wrong += [] if made.head.weight is made.embedding.weight else ["the replicated weight is not tied any more"]
+    plain.zero_grad()
+    loss_of(plain, ids_of(0)).backward()
+    ids = ids_of(0)[:-1].tensor_split(dist.get_world_size())[dist.get_rank()]
+    targets = ids_of(0)[1:].tensor_split(dist.get_world_size())[dist.get_rank()]
+    logits = made(ids)
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    (loss / ids_of(0)[1:].numel()).backward()
+    for name, x in made.named_parameters():
+        wanted = plain.get_parameter(name)
+        if differs(x.to_local(), wanted) or differs(x.grad.to_local(), wanted.grad):  # type: ignore[attr-defined, union-attr]
+            wrong.append(f"replicated {name}")
     square = nn.ModuleDict({"one": nn.Linear(4, 4), "other": nn.Linear(4, 4)})
     square["other"].weight = square["one"].weight
     plan = {"one": distgemm.nn.ColwiseParallel(), "other": distgemm.nn.RowwiseParallel()}
