@@ -76,6 +76,8 @@ def multiply(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     shape = a.codes.shape[0], b.codes.shape[0]
     if isinstance(a.codes, FakeTensor):  # a trace, for which only shapes count
         return a.codes.new_empty(shape, dtype=dtype)
+    if not a.codes.numel():  # no tokens: kernels take none
+        return a.codes.new_zeros(shape, dtype=dtype)
     codes = a.codes.contiguous(), b.codes.contiguous()
     if in_blocks:
         block_rows = (pair[0][0] or 0, pair[1][0] or 0)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -385,9 +385,14 @@ class KeptCalls(dict[Any, PreparedCall]):
 
     Attributes:
         size: bytes of host memory that they take, as :func:`size_of` estimates it.
+        empty: keys of calls without tokens that all ranks have compared.
     """
 
     size = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty: set[Any] = set()
 
     def add(self, key: Any, call: PreparedCall) -> None:
         """Keep a call, and drop those that were used least recently while all take more than KEPT_BYTES.
@@ -415,7 +420,7 @@ PREPARED: PerGroup[KeptCalls] = PerGroup(KeptCalls)
 
 def prepare(
     pattern: Pattern,
-    problem: GemmProblem,
+    problem: GemmProblem | None,
     group_name: str,
     device: torch.device,
     schedule: str,
@@ -423,16 +428,16 @@ def prepare(
     biased: bool,
     turned_b: bool = False,
     caller_multiplies: bool = False,
-) -> PreparedCall:
-    """The prepared call for a problem, from the cache or new.
+) -> PreparedCall | None:
+    """The prepared call for a problem, from the cache or new; None: there is nothing to run.
 
     Each group has its own cache, with keys that all ranks of the group have in common. So all ranks make and drop an
     executable in the same call. The first call of each kind is collective: the ranks compare their arguments, and make
-    an executable if there is none.
+    an executable if there is none. On CPUs each call without tokens is collective, as calls of executables are.
 
     Args:
         pattern: what the ranks do.
-        problem: the GEMM over all ranks.
+        problem: the GEMM over all ranks; None: they have no tokens, as far as this rank knows.
         group_name: name of the process group.
         device: device of the tensors.
         schedule: as in :func:`distgemm.all_gather_matmul`.
@@ -449,23 +454,28 @@ def prepare(
     if recording():
         if caller_multiplies:
             raise RuntimeError("a model that calls distgemm.gather cannot be recorded: there are no chunks to hand out")
-        terms = (schedule, chunks, turned_b)
-        note_need(
-            Need(pattern, problem, group.size(), *terms, device.type, dist.get_rank(group), ranks_per_host(group))
-        )
-        return cast(PreparedCall, None)  # the call is not run
+        if problem is not None:
+            terms = (schedule, chunks, turned_b)
+            note_need(
+                Need(pattern, problem, group.size(), *terms, device.type, dist.get_rank(group), ranks_per_host(group))
+            )
+        return None
     raise_if_failed(group)
     calls = PREPARED.of(group)
     key = (pattern, problem, schedule, chunks, device, caller_multiplies, ranks_per_host(group))
     found = calls.get(key)
     if found is not None and biased in found.compared:
         return found
+    if key in calls.empty and device.type == "cuda":
+        return None
     called = "gather" if caller_multiplies else pattern
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        p = problem
+        sizes = "without tokens" if p is None else f"for m {p.m}, n {p.n}, k {p.k}, {p.dtype}"
         raise RuntimeError(
-            f"the stream is being captured, and {called} was not called yet for m {problem.m}, n {problem.n}, "
-            f"k {problem.k}, {problem.dtype}, schedule {schedule!r}{', with a bias' * biased}: the first call waits "
-            "for the other ranks. Run the same forward and backward pass once before torch.cuda.graph"
+            f"the stream is being captured, and {called} was not called yet {sizes}, schedule {schedule!r}"
+            f"{', with a bias' * biased}: the first call waits for the other ranks. Run the same forward and backward "
+            "pass once before torch.cuda.graph"
         )
     fields = {
         "call": f"the first call of {called}",
@@ -473,11 +483,14 @@ def prepare(
         "chunks": chunks,
         "number of ranks": group.size(),
         "ranks per host": ranks_per_host(group) or group.size(),
-        **problem_fields(problem),
+        **({"m": 0} if problem is None else problem_fields(problem)),
         "device": device.type,
         "bias": "given" if biased else "none",
     }
     compare(fields, group, device)
+    if problem is None:
+        calls.empty.add(key)
+        return None
     if found is None:
         found = make(pattern, problem, group, device, schedule, chunks, turned_b, caller_multiplies)
         calls.add(key, found)

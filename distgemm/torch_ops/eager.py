@@ -32,20 +32,14 @@ class Prepared(Protocol):
         ...
 
 
-class NoTokensError(ValueError):
-    """All ranks together have no tokens, so there is no GEMM."""
-
-
 class OpCall(Protocol):
     """The arguments of a call of an op."""
 
     def prepare(self) -> Any:
         """Check the arguments; what :meth:`run` needs besides, a :class:`Prepared`.
 
-        Of tensors it sees shapes, dtypes and devices only.
-
-        Raises:
-            NoTokensError: if there is nothing to compute, and :meth:`fake` returns the result.
+        Of tensors it sees shapes, dtypes and devices only. None: there is nothing to compute, and :meth:`fake` returns
+        the result.
         """
         ...
 
@@ -135,7 +129,7 @@ class EagerOp:
         prepared = self._prepared.get(key)
         if prepared is None or not prepared.is_current():
             with torch.no_grad():
-                prepared = _prepared(call)
+                prepared = call.prepare()
             if prepared is not None:
                 self._prepared[key] = prepared
         return prepared
@@ -147,17 +141,8 @@ class EagerOp:
             _keep_order(self._name)
         call = self._call(*args)
         if recording():
-            _prepared(call)
+            call.prepare()
         return call.fake()
-
-
-def _prepared(call: OpCall) -> Prepared | None:
-    """What a call needs; None if all ranks together have no tokens."""
-    try:
-        found: Prepared = call.prepare()
-    except NoTokensError:
-        return None
-    return found
 
 
 def _result(call: OpCall, prepared: Prepared | None) -> Any:

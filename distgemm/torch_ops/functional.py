@@ -815,7 +815,8 @@ def gather(
 
     - **Order.** This rank's rows come first, then the other chunks in the order in which the plan multiplies them. It
       is the same in each call. A chunk comes when it has arrived. The chunks that follow travel meanwhile.
-    - **Rows.** ``rows`` are consecutive rows of the gathered tensor. Each row is in one chunk.
+    - **Rows.** ``rows`` are consecutive rows of the gathered tensor. Each row is in one chunk. Ranks without tokens
+      bring no chunk: where no rank has tokens, there are none.
     - **Lifetime.** A chunk stays as it is until the end of the block, also after the next chunk has come; ``.clone()``
       keeps it longer. It is ``a_shard`` itself or memory of the group: do not write chunks or ``a_shard`` in the block.
     - **Other calls.** Inside the block there is no other call on the group, or on its GPU: it raises RuntimeError.
@@ -853,7 +854,8 @@ def gather(
             "gather: a_shard requires grad, and no gradient goes through chunks; all_gather_matmul has gradients, or "
             "call it under torch.no_grad()"
         )
-    arriving = library.prepare_gather(a_shard, group_name(group), schedule, chunks, m_per_rank).gather(a_shard)
+    prepared = library.prepare_gather(a_shard, group_name(group), schedule, chunks, m_per_rank)
+    arriving = iter(()) if prepared is None else prepared.gather(a_shard)
     first = next(arriving, None)  # the ranks compare their calls before the block begins
     ended = False
 

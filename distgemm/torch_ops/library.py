@@ -18,7 +18,7 @@ from distgemm.plan.scaling import OperandScaling, Scaling
 from distgemm.runtime.checks import TORCH_DTYPES, process_group
 from distgemm.schedulers import Pattern
 from distgemm.torch_ops.dispatch import Function, PreparedCall, prepare, with_rows_or_columns
-from distgemm.torch_ops.eager import EagerOp, NoTokensError
+from distgemm.torch_ops.eager import EagerOp
 
 __all__ = [
     "all_gather_matmul",
@@ -162,10 +162,12 @@ def _is_turned(b: Tensor) -> bool:
 
 def _problem(
     function: Function, a: Tensor, m: int, n: int, k: int, rows: Sequence[int] | None, ranks: int, **options: Any
-) -> GemmProblem:
-    if not m or not n or not k:
-        error = ValueError if m else NoTokensError
-        raise error(f"{function}: m, n and k over all ranks are at least 1, got m {m}, n {n}, k {k}")
+) -> GemmProblem | None:
+    """The GEMM over all ranks; None: they have no tokens."""
+    if not n or not k:
+        raise ValueError(f"{function}: n and k over all ranks are at least 1, got m {m}, n {n}, k {k}")
+    if not m:
+        return None
     unequal = rows is not None and list(rows) != split_extent(m, ranks)
     m_per_rank = tuple(rows) if unequal and rows else None
     return GemmProblem(m, n, k, dtype=NAMES[a.dtype], m_per_rank=m_per_rank, **options)
@@ -237,7 +239,7 @@ class _GatherCall(NamedTuple):
         ]
         return _gathered_rows(function, self.a.shape[0], self.rows, self.group), wholes
 
-    def prepare(self) -> PreparedCall:
+    def prepare(self) -> PreparedCall | None:
         rows, ns = self._sizes()
         size, _ = size_and_rank(self.group)
         first = largest(ns, size)
@@ -346,8 +348,11 @@ def gather(a: Tensor, group: str, rows: Sizes) -> Tensor:
     return found
 
 
-def prepare_gather(a: Tensor, group: str, schedule: str, chunks: int | None, rows: Sizes) -> PreparedCall:
-    """The prepared call of :func:`distgemm.gather`: a plan with one row of b on each rank, which is not multiplied."""
+def prepare_gather(a: Tensor, group: str, schedule: str, chunks: int | None, rows: Sizes) -> PreparedCall | None:
+    """The prepared call of :func:`distgemm.gather`: a plan with one row of b on each rank, which is not multiplied.
+
+    None: all ranks together have no tokens.
+    """
     check_operands("gather", {"a": a})
     size, _ = size_and_rank(group)
     rows = _gathered_rows("gather", a.shape[0], rows, group)
@@ -370,9 +375,9 @@ all_gather_matmul = EagerOp(
 
 def _prepare_one(
     pattern: Pattern,
-    problem: GemmProblem,
+    problem: GemmProblem | None,
     call: _ScatterCall | _ReduceCall | _MatmulAllToAllCall | _AllToAllMatmulCall,
-) -> PreparedCall:
+) -> PreparedCall | None:
     """The prepared call of a function with one b."""
     terms = call.bias is not None, _is_turned(call.b)
     return prepare(pattern, problem, call.group, call.a.device, call.schedule, call.chunks, *terms)
@@ -414,7 +419,7 @@ class _ScatterCall(NamedTuple):
             )
         return _scattered_rows(function, self.a.shape[0], self.rows, self.group), k
 
-    def prepare(self) -> PreparedCall:
+    def prepare(self) -> PreparedCall | None:
         (rows, k), a = self._sizes(), self.a
         problem = _problem("matmul_reduce_scatter", a, a.shape[0], self.b.shape[0], k, rows, len(rows))
         return _prepare_one("gemm+rs", problem, self)
@@ -494,7 +499,7 @@ class _ReduceCall(NamedTuple):
         check_operands("matmul_all_reduce", {"a": self.a, "b": self.b, "bias": self.bias})
         return _whole("matmul_all_reduce", "in_features", self.a.shape[1], self.k, self.group)
 
-    def prepare(self) -> PreparedCall:
+    def prepare(self) -> PreparedCall | None:
         k, a = self._whole_k(), self.a
         size, _ = size_and_rank(self.group)
         problem = _problem("matmul_all_reduce", a, a.shape[0], self.b.shape[0], k, None, size)
@@ -636,7 +641,7 @@ class _MatmulAllToAllCall(NamedTuple):
         columns = _split_columns(function, "n_per_rank", self.b.shape[0], self.columns, self.copies, self.group)
         return _gathered_rows(function, self.a.shape[0], self.rows, self.group), columns
 
-    def prepare(self) -> PreparedCall:
+    def prepare(self) -> PreparedCall | None:
         (rows, columns), a, n = self._sizes(), self.a, self.b.shape[0]
         shares = _shares("n_per_rank", n, columns, self.copies)
         problem = _problem("matmul_all_to_all", a, sum(rows), n, a.shape[1], rows, len(rows), **shares)
@@ -740,7 +745,7 @@ class _AllToAllMatmulCall(NamedTuple):
         columns = _split_columns(function, "k_per_rank", k, self.columns, 1, self.group, mine)
         return _scattered_rows(function, self.a.shape[0], self.rows, self.group), columns
 
-    def prepare(self) -> PreparedCall:
+    def prepare(self) -> PreparedCall | None:
         (rows, columns), a, k = self._sizes(), self.a, self.b.shape[1]
         shares = _shares("k_per_rank", k, columns)
         problem = _problem("all_to_all_matmul", a, a.shape[0], self.b.shape[0], k, rows, len(rows), **shares)
@@ -877,7 +882,8 @@ class _ScaledCall(NamedTuple):
     partial_dtype: torch.dtype | None
     gathered: bool
 
-    def _problem(self) -> GemmProblem:
+    def _sizes(self) -> tuple[int, int, int, Sizes]:
+        """M, N and K over all ranks, and the rows of each rank where they are split."""
         function, a, b = FUNCTIONS[self.pattern], self.a, self.b
         for name, x in (("a", a), ("b", b)):
             if x.dtype not in FP8_DTYPES:
@@ -915,14 +921,20 @@ class _ScaledCall(NamedTuple):
                 check_blocks(function, "in_features", split_extent(k, size), scaling.b.unit[1])
             if self.pattern == "gemm+rs":
                 rows = _scattered_rows(function, m, self.rows, self.group)
-        options: dict[str, Any] = {"out_dtype": NAMES[self.out_dtype], "b_dtype": NAMES[b.dtype], "scaling": scaling}
+        return m, n, k, rows
+
+    def prepare(self) -> PreparedCall | None:
+        (m, n, k, rows), (size, _) = self._sizes(), size_and_rank(self.group)
+        options: dict[str, Any] = {
+            "out_dtype": NAMES[self.out_dtype],
+            "b_dtype": NAMES[self.b.dtype],
+            "scaling": _scaling(self.scaling) if self.scaling else None,
+        }
         if self.partial_dtype is not None and self.pattern != "ag+gemm":
             options["partial_dtype"] = NAMES[self.partial_dtype]
-        return _problem(function, a, m, n, k, rows, size, **options)
-
-    def prepare(self) -> PreparedCall:
+        problem = _problem(FUNCTIONS[self.pattern], self.a, m, n, k, rows, size, **options)
         terms = self.bias is not None, not self.b.is_cuda and _is_turned(self.b)
-        return prepare(self.pattern, self._problem(), self.group, self.a.device, self.schedule, self.chunks, *terms)
+        return prepare(self.pattern, problem, self.group, self.a.device, self.schedule, self.chunks, *terms)
 
     def run(self, call: PreparedCall) -> list[Tensor]:
         scale_a, scale_b = (None if each is None else each.contiguous() for each in (self.scale_a, self.scale_b))
@@ -934,12 +946,10 @@ class _ScaledCall(NamedTuple):
         return [d] if whole is None else [d, whole]
 
     def fake(self) -> list[Tensor]:
-        problem, (size, rank) = self._problem(), size_and_rank(self.group)
-        rows = problem.m
-        if self.pattern == "gemm+rs":
-            rows = (problem.m_per_rank or split_extent(problem.m, size))[rank]
-        found = [self.a.new_empty(rows, self.b.shape[0], dtype=self.out_dtype)]
-        return [*found, self.a.new_empty(problem.m, self.a.shape[1])] if self.gathered else found
+        (m, _, _, rows), (_, rank) = self._sizes(), size_and_rank(self.group)
+        mine = rows[rank] if rows is not None and self.pattern == "gemm+rs" else m
+        found = [self.a.new_empty(mine, self.b.shape[0], dtype=self.out_dtype)]
+        return [*found, self.a.new_empty(m, self.a.shape[1])] if self.gathered else found
 
 
 def _scaled_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

@@ -151,6 +151,49 @@ def unequal() -> list[str]:
     return [f"rank {rank}: {each}" for each in wrong if each]
 
 
+def without_tokens() -> list[str]:
+    """Functions of no tokens with each recipe, and with operands in fp8: as a linear of no tokens."""
+    group, ranks, wrong = dist.group.WORLD, dist.get_world_size(), []
+    assert group is not None
+    ag, rs, ar = distgemm.all_gather_matmul, distgemm.matmul_reduce_scatter, distgemm.matmul_all_reduce
+    none = {"m_per_rank": (0,) * ranks}
+    calls: tuple[tuple[str, Any, Any], ...] = (("ag", ag, {}), ("ag unequal", ag, none), ("rs", rs, {}), ("ar", ar, {}))
+    calls = (*calls, ("rs unequal", rs, none), ("ag kept", ag, {"keep_gathered": True}))
+    for (name, function, options), recipe, shape in product(calls, fp8.RECIPES, ((0, 8), (0, 3, 8))):
+        if options.get("keep_gathered") and recipe != "tensorwise":
+            continue
+        made = fp8.recipe(recipe, block=BLOCK)  # type: ignore[arg-type]
+        state = fp8.LayerState(made)
+        if made.amax == "static":
+            state.set(x=30.0, w=1.0, dy=0.01)
+        x, w = torch.zeros(shape, requires_grad=True), torch.ones(16, 8, requires_grad=True)
+        bias = torch.ones(16, requires_grad=True)
+        y = function(x, w, bias=bias, group=group, recipe=state, **options)
+        y.sum().backward()
+        if y.shape != (*shape[:-1], 16) or y.dtype != x.dtype:
+            wrong.append(f"{name} {recipe}: {tuple(y.shape)} of {y.dtype}")
+        for each in (x, w, bias):
+            if each.grad is None or each.grad.shape != each.shape or each.grad.count_nonzero():
+                wrong.append(f"{name} {recipe} of {shape}: {each.grad}")
+    for (name, function, options), rows in product(calls, (1, None)):
+        if options.get("keep_gathered"):
+            continue
+        scaling = OperandScaling(rows, None)
+        a, b = fp8.quantize(torch.zeros(0, 8), scaling), fp8.quantize(torch.ones(16, 8), scaling)
+        d = function(a, b, bias=torch.ones(16), group=group, out_dtype=torch.float32, **options)
+        if d.shape != (0, 16) or d.dtype != torch.float32:
+            wrong.append(f"{name} of codes: {tuple(d.shape)} of {d.dtype}")
+    a, b = (
+        fp8.quantize(torch.zeros(0, 8), OperandScaling(1, None)),
+        fp8.quantize(torch.ones(4, 8), OperandScaling(1, None)),
+    )
+    ds, whole = ag(a, [b, b], group=group, return_gathered=True)
+    if [d.shape for d in ds] != [(0, 4)] * 2 or whole.codes.shape != (0, 8) or whole.codes.dtype != a.codes.dtype:
+        wrong.append(f"several: {[d.shape for d in ds]}, {whole.codes.shape}")
+    dist.barrier(group)
+    return wrong
+
+
 def tensors_in_fp8() -> list[str]:
     """Functions of tensors that are in fp8 already: e4m3 with e5m2, results of several types, gathered codes."""
     group, ranks = dist.group.WORLD, dist.get_world_size()

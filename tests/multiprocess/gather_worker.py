@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 
 import distgemm
+from distgemm import fp8
+from distgemm.plan.scaling import OperandScaling
 from tests.multiprocess.nn_worker import error_of
 from tests.multiprocess.ops_torch_worker import split
 
@@ -91,6 +93,46 @@ def without_tokens() -> list[str]:
     _, whole = distgemm.all_gather_matmul(torch.zeros(0, 6), torch.zeros(5, 6), group=group, return_gathered=True)
     if whole.shape != (0, 6):
         wrong.append(f"gathered {tuple(whole.shape)}")
+    for m_per_rank in (None, none):
+        with distgemm.gather(torch.zeros(0, 6), group=group, m_per_rank=m_per_rank) as arriving:
+            distgemm.all_gather_matmul(torch.zeros(1, 6), torch.zeros(5, 6), group=group)
+            wrong += [f"chunk {chunk.rows}" for chunk in arriving]
+    dist.barrier(group)
+    return wrong
+
+
+def one_without_tokens() -> list[str]:
+    """All ranks raise if one has no tokens and others have some: in first and later calls, eager and compiled."""
+    ranks, rank, group, wrong = dist.get_world_size(), dist.get_rank(), dist.group.WORLD, []
+
+    def gather(x: Tensor) -> None:
+        with distgemm.gather(x, group=group) as arriving:
+            list(arriving)
+
+    w, heads, scaling = torch.zeros(2 * ranks, 6), torch.zeros(5, 6 * ranks), OperandScaling(1, None)
+    codes = fp8.quantize(w, scaling)
+    calls: dict[str, tuple[Any, bool]] = {  # and whether m is the sum of what ranks have
+        "all-gather": (lambda x: distgemm.all_gather_matmul(x, w, group=group), True),
+        "reduce-scatter": (lambda x: distgemm.matmul_reduce_scatter(x, w, group=group), False),
+        "all-reduce": (lambda x: distgemm.matmul_all_reduce(x, w, group=group), False),
+        "to heads": (lambda x: distgemm.matmul_all_to_all(x, w, group=group), True),
+        "to tokens": (lambda x: distgemm.all_to_all_matmul(x, heads, group=group), False),
+        "gather": (gather, True),
+        "codes": (lambda x: distgemm.all_gather_matmul(fp8.quantize(x, scaling), codes, group=group), True),
+        "recipe": (lambda x: distgemm.matmul_reduce_scatter(x, w, group=group, recipe="tensorwise"), False),
+    }
+    for name, (call, adds) in calls.items():
+        runs = [call]
+        if name not in ("gather", "codes", "recipe"):
+            runs.append(torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=False))
+        for run in runs:
+            for before in (None, 4 * ranks, 0):  # tokens of an earlier call of all ranks
+                if before is not None:
+                    run(torch.zeros(before, 6))
+                error = error_of(lambda run=run: run(torch.zeros(4 * ranks if rank else 0, 6)))
+                differs = f"m: 0 on rank 0, {4 * ranks * (ranks if adds else 1)} on rank"
+                if "ValueError: the ranks of the group make different calls" not in error or differs not in error:
+                    wrong.append(f"{name} after {before}: {error or 'no error'}")
     dist.barrier(group)
     return wrong
 

@@ -18,8 +18,8 @@ from tests.multiprocess.ops_torch_worker import run_all
 
 CHECKS: dict[int, list[Any]] = {
     1: [worker.functions, worker.layers],
-    2: [worker.functions, worker.unequal, worker.tensors_in_fp8, worker.bytes_of_gathers, worker.misuse, worker.models,
-        worker.layers, worker.applied, worker.freed],
+    2: [worker.functions, worker.unequal, worker.without_tokens, worker.tensors_in_fp8, worker.bytes_of_gathers,
+        worker.misuse, worker.models, worker.layers, worker.applied, worker.freed],
     3: [worker.functions, worker.unequal, worker.tensors_in_fp8, worker.warmed, worker.compiled],
     4: [worker.functions, worker.unequal, worker.bytes_of_gathers, worker.models, worker.layers],
     8: [worker.functions],
@@ -34,7 +34,19 @@ def results(ranks: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("ranks", SAMPLE)
 @pytest.mark.parametrize(
-    "check", ["functions", "unequal", "tensors_in_fp8", "models", "layers", "applied", "freed", "warmed", "compiled"]
+    "check",
+    [
+        "functions",
+        "unequal",
+        "without_tokens",
+        "tensors_in_fp8",
+        "models",
+        "layers",
+        "applied",
+        "freed",
+        "warmed",
+        "compiled",
+    ],
 )
 def test_ranks_compute_what_one_rank_computes(check: str, ranks: int) -> None:
     if check not in [each.__name__ for each in CHECKS[ranks]]:

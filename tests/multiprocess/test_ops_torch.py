@@ -46,6 +46,11 @@ def test_without_tokens_results_are_empty_and_gradients_zero(ranks: int) -> None
     assert results(ranks, gather_worker.without_tokens) == [[]] * ranks
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_one_rank_without_tokens_is_an_error_on_all_ranks(ranks: int) -> None:
+    assert results(ranks, gather_worker.one_without_tokens) == [[]] * ranks
+
+
 @pytest.mark.parametrize("ranks", [2])
 def test_torch_counts_flops(ranks: int) -> None:
     assert results(ranks, gather_worker.flops) == [[]] * ranks
@@ -191,7 +196,7 @@ def test_both_groups_of_a_mesh_run_at_once() -> None:
         ("executable", "the mesh has 2 dimensions, and the ranks of one take part: group=mesh['tp']"),
         ("executable's group", "group is a ProcessGroup, a DeviceMesh of one dimension or a group's name; got 3"),
         ("no batch", "a_shard may have no tokens, but dimensions between are at least 1, got (4, 0, 3)"),
-        ("no columns", "m, n and k over all ranks are at least 1, got m 8, n 8, k 0"),
+        ("no columns", "n and k over all ranks are at least 1, got m 8, n 8, k 0"),
         ("empty rank", "leaves rank 1 without a row of b"),
         ("empty rank's bias", "add the bias to the result instead"),
     ],

@@ -64,6 +64,32 @@ def test_no_first_call_is_made_while_a_stream_is_captured(missing: str, monkeypa
         assert dispatch.prepare(*arguments, biased=False) is first and len(made) == 1
 
 
+@pytest.mark.parametrize(("device", "compared"), [("cuda", [False]), ("cpu", [False, False, True])])
+def test_calls_without_tokens_are_compared(device: str, compared: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs the first one of each kind, and none while a stream is captured."""
+    group, calls, capturing, asked = FakeGroup(), dispatch.KeptCalls(), False, []
+    monkeypatch.setattr(dispatch, "PREPARED", SimpleNamespace(of=lambda group: calls))
+    monkeypatch.setattr(dispatch, "raise_if_failed", lambda *_: None)
+    monkeypatch.setattr(dispatch, "process_group", lambda name: group)
+    monkeypatch.setattr(dispatch, "compare", lambda fields, *_: asked.append((capturing, fields["m"])))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+
+    def call(pattern: Any) -> None:
+        arguments = pattern, None, "tp", torch.device(device, 0), "auto", None
+        assert dispatch.prepare(*arguments, biased=False) is None and not calls
+
+    call("ag+gemm")
+    call("ag+gemm")
+    capturing = True
+    call("ag+gemm")
+    assert asked == [(each, 0) for each in compared]
+    if device == "cuda":
+        with pytest.raises(
+            RuntimeError, match=r"gemm\+rs was not called yet without tokens, .* once before torch\.cuda"
+        ):
+            call("gemm+rs")
+
+
 @pytest.mark.parametrize(
     ("shape", "strides", "as_rows", "as_matrix"),
     [
