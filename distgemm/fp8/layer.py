@@ -207,10 +207,12 @@ class distgemm_fp8_linear(torch.autograd.Function):  # noqa: N801  (it names the
             "x": recipe.grad_weight is not None and recipe.grad_weight[1] == transposed(qx.scaling),
             "w": recipe.grad_input[1] == transposed(qw.scaling),
         }
-        kept: list[Tensor] = []
-        for role, given, q in (("x", x, qx), ("w", w, qw)):
-            kept += (q.codes, q.scales) if ctx.codes[role] else (given, given)
-        if whole is not None:  # saved as others are, so that it lives until the backward pass
+        # A frozen weight has no use for x, and an input without a gradient none for w.
+        needs_w, needs_x, *_ = ctx.needs_input_grad
+        kept: list[Tensor | None] = []
+        for role, given, q, needed in (("x", x, qx, needs_x), ("w", w, qw, needs_w)):
+            kept += (None, None) if not needed else (q.codes, q.scales) if ctx.codes[role] else (given, given)
+        if whole is not None and needs_x:  # saved as others are, so that it lives until the backward pass
             kept += (whole.codes, whole.scales)
             ctx.gathered = whole.scaling
         ctx.save_for_backward(*kept)

@@ -285,11 +285,17 @@ class _GatherCall(NamedTuple):
         return [*results, a.new_empty(m, a.shape[1])] if self.gathered else results
 
 
+def _save(ctx: Any, a: Tensor, bs: Sequence[Tensor], kept: Tensor) -> None:
+    """Keep what the backward pass needs, as a linear does: ``kept`` stands for a, and a frozen weight needs neither."""
+    needs_kept = any(b.requires_grad for b in bs)
+    ctx.save_for_backward(kept if needs_kept else None, *[b if a.requires_grad else None for b in bs])
+
+
 def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     given = _GatherCall(*inputs)
     ctx.set_materialize_grads(False)
     ctx.kept = given.gathered
-    ctx.save_for_backward(output[-1] if given.gathered else given.a, *given.bs)
+    _save(ctx, given.a, given.bs, output[-1] if given.gathered else given.a)
     ctx.biased, ctx.group, ctx.ns = list(given.biased), given.group, given.ns
     ctx.rows, ctx.mine = given.rows, given.a.shape[0]
 
@@ -435,7 +441,7 @@ class _ScatterCall(NamedTuple):
 
 def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     given = _ScatterCall(*inputs)
-    ctx.save_for_backward(given.a, given.b)
+    _save(ctx, given.a, [given.b], given.a)
     ctx.group, ctx.rows, ctx.k, ctx.biased = given.group, given.rows, given.k, given.bias is not None
 
 
@@ -515,7 +521,7 @@ class _ReduceCall(NamedTuple):
 
 def _reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, *_ = inputs
-    ctx.save_for_backward(a, b)
+    _save(ctx, a, [b], a)
 
 
 def _reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -662,7 +668,7 @@ class _MatmulAllToAllCall(NamedTuple):
 
 def _matmul_all_to_all_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     given = _MatmulAllToAllCall(*inputs)
-    ctx.save_for_backward(given.a, given.b)
+    _save(ctx, given.a, [given.b], given.a)
     ctx.group, ctx.rows, ctx.columns, ctx.copies = given.group, given.rows, given.columns, given.copies
     ctx.biased = given.bias is not None
 
@@ -770,7 +776,7 @@ def _all_to_all_matmul_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Ten
     given = _AllToAllMatmulCall(*inputs)
     ctx.set_materialize_grads(False)
     ctx.kept = given.gathered
-    ctx.save_for_backward(output[-1] if given.gathered else given.a, given.b)
+    _save(ctx, given.a, [given.b], output[-1] if given.gathered else given.a)
     ctx.group, ctx.rows, ctx.columns, ctx.biased = given.group, given.rows, given.columns, given.bias is not None
 
 

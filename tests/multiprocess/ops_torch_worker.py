@@ -626,6 +626,53 @@ def autocast() -> list[str]:
     return wrong
 
 
+def kept_for_gradients() -> list[str]:
+    """A call keeps its input and its weight until the backward pass where a linear does: not for a frozen weight."""
+    ranks, group, wrong = dist.get_world_size(), dist.group.WORLD, []
+    ag, rs, ar = distgemm.all_gather_matmul, distgemm.matmul_reduce_scatter, distgemm.matmul_all_reduce
+    calls: dict[str, Callable[[Tensor, Tensor], Any]] = {
+        "all-gather": lambda x, w: ag(x, w, group=group),
+        "gathered": lambda x, w: ag(x, w, group=group, return_gathered=True)[0],
+        "kept": lambda x, w: ag(x, w, group=group, keep_gathered=True),
+        "reduce-scatter": lambda x, w: rs(x, w, group=group),
+        "all-reduce": lambda x, w: ar(x, w, group=group),
+        "to heads": lambda x, w: distgemm.matmul_all_to_all(x, w, group=group),
+        "to tokens": lambda x, w: distgemm.all_to_all_matmul(x, w, group=group),
+    }
+    for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+        calls[f"all-gather {recipe}"] = lambda x, w, r=recipe: ag(x, w, group=group, recipe=r)
+        calls[f"reduce-scatter {recipe}"] = lambda x, w, r=recipe: rs(x, w, group=group, recipe=r)
+    for (name, call), wants in product(calls.items(), ((True, False), (False, True), (True, True))):
+        width = 5 * ranks if name == "to tokens" else 5
+        x, w, whole = torch.ones(4 * ranks, 5), torch.ones(6 * ranks, width), torch.ones(4 * ranks, width)
+        for each, wanted in ((x, wants[0]), (w, wants[1]), (whole, wants[0])):
+            each.requires_grad_(wanted)
+        _, linear = _kept(torch.nn.functional.linear, whole, w)
+        given = x * 1, w * 1
+        y, here = _kept(call, *given)
+        if any(kept and not by_linear for kept, by_linear in zip(here, linear, strict=True)):
+            wrong.append(f"{name} with gradients {wants} keeps {here}, a linear {linear}")
+        with torch.no_grad():
+            for each, kept in zip(given, linear, strict=True):
+                if not kept:
+                    each.zero_()
+        y.sum().backward()
+    return wrong
+
+
+def _kept(call: Callable[[Tensor, Tensor], Tensor], x: Tensor, w: Tensor) -> tuple[Tensor, list[bool]]:
+    """The result of a call, and for x and w whether it keeps a tensor of as many elements for the backward pass."""
+    kept: list[int] = []
+
+    def pack(saved: Tensor) -> Tensor:
+        kept.append(saved.numel())
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        y = call(x, w)
+    return y, [each.numel() in kept for each in (x, w)]
+
+
 def no_gradients() -> dict[str, str]:
     """The messages of executables for tensors that require grad. Without grad mode they take them."""
     world, ranks = dist.group.WORLD, dist.get_world_size()

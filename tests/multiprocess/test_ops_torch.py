@@ -51,6 +51,10 @@ def test_one_rank_without_tokens_is_an_error_on_all_ranks(ranks: int) -> None:
     assert results(ranks, gather_worker.one_without_tokens) == [[]] * ranks
 
 
+def test_a_frozen_weight_keeps_no_input() -> None:
+    assert results(2, worker.kept_for_gradients) == [[], []]
+
+
 @pytest.mark.parametrize("ranks", [2])
 def test_torch_counts_flops(ranks: int) -> None:
     assert results(ranks, gather_worker.flops) == [[]] * ranks
