@@ -921,6 +921,7 @@ def test_slots_are_nan_before_the_kernel_ends(monkeypatch: pytest.MonkeyPatch) -
     exe = Pretended("gemm+rs", monkeypatch).exe
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(watchdog, "finished_ranks", lambda store, ranks: set())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: None)
     workspace, control = exe.workspace, control_of(exe.workspace)
     control.running, control.executable, control.begun[1] = 66, exe.number, 1
     watched, did = watched_of(workspace), list[str]()

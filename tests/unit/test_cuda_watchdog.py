@@ -367,6 +367,8 @@ def test_results_of_stuck_calls_become_nan_also_in_inference_mode(monkeypatch: p
     """Slots become NaN before a flag is set, and D once the calls have ended."""
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(watchdog, "finished_ranks", lambda store, ranks: set())
+    used: list[tuple[int, Any]] = []  # memory that is not given to others before this stream has written it
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: used.append((x.data_ptr(), stream)))
     with torch.inference_mode():
         outs = [torch.zeros(2)]
     outs.append(torch.zeros(2))
@@ -378,7 +380,7 @@ def test_results_of_stuck_calls_become_nan_also_in_inference_mode(monkeypatch: p
     workspace.executables.append(lambda: SimpleNamespace(actions=[]))
     watched: Any = WatchedWorkspace.__new__(WatchedWorkspace)
     watched.workspace, watched.store, watched.under_way = workspace, SimpleNamespace(set=lambda *_: None), None
-    watched.stream, watched.gave_up = None, False
+    watched.stream, watched.gave_up = "the watchdog's stream", False
     watched.read_flags = lambda: content(flags)
     did: list[Any] = []
     watched.poison = lambda rank: did.append(("poison", rank))
@@ -394,6 +396,7 @@ def test_results_of_stuck_calls_become_nan_also_in_inference_mode(monkeypatch: p
     )
     Watchdog().free(watched, {1})
     assert all(out.isnan().all() for out in outs) and not watched.pending
+    assert used == [(out.data_ptr(), watched.stream) for out in outs]
     entry = workspace.buffers[1].left(0, 1)
     closed = [buffer.left(1, 0) for buffer in workspace.buffers]
     assert did == [("poison", 0), ("poison", 1), (closed, 0), ("poison", 0), ([entry], 1), ("poison", 0)]

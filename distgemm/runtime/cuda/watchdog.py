@@ -260,6 +260,7 @@ class Watchdog:
             for call in pending:
                 if (out := call.out()) is not None:
                     out.fill_(float("nan"))
+                    out.record_stream(watched.stream)  # D may be freed now, and its memory used again
         watched.pending.clear()  # these calls keep their executables no longer
         watched.under_way = None
 
