@@ -7,6 +7,7 @@ import random
 import re
 import threading
 import time
+import weakref
 from collections import deque
 from contextlib import nullcontext
 from threading import Lock
@@ -406,6 +407,62 @@ def test_results_of_stuck_calls_become_nan_also_in_inference_mode(monkeypatch: p
     watched.pending.append(SimpleNamespace(end=SimpleNamespace(query=lambda: True), out=lambda: out))
     Watchdog().free(watched, {1})
     assert out.isnan().all() and flags[1, stage_index(2)] == stage
+
+
+# --- the thread -----------------------------------------------------------------------------------------
+
+
+class WatchedGpu:
+    """A workspace of a GPU, as far as the watchdog's thread asks for it."""
+
+    device, memory, dead, unused = torch.device("cuda", 1), True, None, True
+
+
+@pytest.fixture
+def idle(monkeypatch: pytest.MonkeyPatch) -> Watchdog:
+    """A watchdog that finds nothing to do."""
+    monkeypatch.setattr(watchdog, "WatchedWorkspace", lambda workspace, store: SimpleNamespace(pending=(), failed=True))
+    monkeypatch.setattr(watchdog, "store_of", lambda workspace: None)
+    monkeypatch.setattr(watchdog.atexit, "register", lambda function: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    exchange = "cudaThreadExchangeStreamCaptureMode"
+    monkeypatch.setattr(watchdog.runtime, exchange, lambda mode: (watchdog.runtime.cudaError_t.cudaSuccess, mode))
+    return Watchdog()
+
+
+def test_the_thread_makes_no_context_on_another_gpu(idle: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPU 0 is current as a thread begins, and calls of CUDA make a context on the current GPU."""
+    did: list[Any] = []
+    exchange = watchdog.runtime.cudaThreadExchangeStreamCaptureMode
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: did.append((device, threading.current_thread().name)))
+    noted = lambda mode: did.append("a call") or exchange(mode)  # noqa: E731
+    monkeypatch.setattr(watchdog.runtime, "cudaThreadExchangeStreamCaptureMode", noted)
+    idle.add(WatchedGpu())  # type: ignore[arg-type]
+    idle.stop()
+    assert did == [(WatchedGpu.device, "distgemm-watchdog"), "a call"]
+
+
+def test_memory_is_freed_while_the_thread_can_look(idle: Watchdog) -> None:
+    """Freeing waits for the GPU, where calls on other workspaces may hang until the watchdog ends them."""
+    free: list[bool] = []
+
+    def is_freed() -> None:
+        free.append(idle._lock.acquire(blocking=False))
+        if free[-1]:
+            idle._lock.release()
+
+    kept: Any = WatchedGpu()
+    kept.unused = False
+    for sweep in (idle.sweep, lambda: idle.add(kept)):
+        workspace: Any = WatchedGpu()
+        workspace.unused = False
+        idle.add(workspace)
+        workspace.unused = True
+        weakref.finalize(workspace, is_freed)
+        del workspace
+        sweep()
+    idle.stop()
+    assert free == [True, True] and list(idle.watched) == [kept]
 
 
 def test_a_message_is_for_one_workspace_alone() -> None:

@@ -73,18 +73,21 @@ class Watchdog:
         self._stopping = threading.Event()
 
     def add(self, workspace: SharedWorkspace) -> WatchedWorkspace:
-        """Watch a workspace. A collective call: all ranks make it in the same order.
+        """Watch a workspace.
 
         Returns:
             The object that notes calls; the same one for the same workspace.
         """
+        self.sweep()
         with self._lock:
-            self._sweep()
-            if workspace in self.watched:
-                return self.watched[workspace]
-            found = self.watched[workspace] = WatchedWorkspace(workspace, store_of(workspace))
+            known = self.watched.get(workspace)
+        made = WatchedWorkspace(workspace, store_of(workspace)) if known is None else known
+        with self._lock:
+            found = self.watched.setdefault(workspace, made)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="distgemm-watchdog", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, args=(workspace.device,), name="distgemm-watchdog", daemon=True
+                )
                 self._thread.start()
                 atexit.register(self.stop)
             return found
@@ -97,16 +100,21 @@ class Watchdog:
 
     def sweep(self) -> None:
         """Stop watching workspaces that no executable can use any more."""
-        with self._lock:
-            self._sweep()
-
-    def _sweep(self) -> None:
         # The thread does not do this: memory cannot be freed while a capture is under way.
-        for workspace, watched in list(self.watched.items()):
-            if workspace.memory is None or (workspace.unused and not watched.pending):
-                del self.watched[workspace]
+        with self._lock:
+            unused = self._take_unused()
+        del unused  # without the lock: freeing waits for the GPU, and the thread may have to end what hangs there
 
-    def _run(self) -> None:
+    def _take_unused(self) -> list[tuple[SharedWorkspace, WatchedWorkspace]]:
+        return [
+            (workspace, self.watched.pop(workspace))
+            for workspace, watched in list(self.watched.items())
+            if workspace.memory is None or (workspace.unused and not watched.pending)
+        ]
+
+    def _run(self, device: torch.device) -> None:
+        # A thread begins on GPU 0, where its calls would make a context of some hundred MiB.
+        torch.cuda.set_device(device)
         # Otherwise this thread's calls of CUDA would spoil a capture in another thread.
         raise_on(
             runtime.cudaThreadExchangeStreamCaptureMode(runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed)
