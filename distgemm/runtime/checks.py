@@ -48,6 +48,7 @@ __all__ = [
     "problem_fields",
     "process_group",
     "raise_failures",
+    "raise_together",
     "refuse_groups",
     "resolve_group",
     "shard_dtype",
@@ -226,6 +227,22 @@ def raise_failures(reports: Sequence[Report], problem: Exception | None, error: 
         raise problem
     if failed := [rank for rank, report in enumerate(reports) if report.failed]:
         raise error(f"ranks {failed} of the group {failure}; their errors say why")
+
+
+def raise_together(problem: Exception | None, failure: str, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raise on all ranks of a group where one has failed. A collective call, which ends once all ranks have made it.
+
+    Args:
+        problem: the error that was raised on this rank; None: there was none.
+        failure: as :func:`raise_failures` takes it.
+        group: the ranks.
+        device: one that the group serves, of the same type on all ranks.
+
+    Raises:
+        Exception: ``problem`` on the ranks that have one.
+        RuntimeError: on all other ranks then.
+    """
+    raise_failures(exchange_reports(b"", problem, group, device), problem, RuntimeError, failure)
 
 
 def backends(group: dist.ProcessGroup) -> dict[str, str]:

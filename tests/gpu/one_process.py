@@ -92,6 +92,12 @@ class Unwatched:
     def raises_itself(self) -> None: ...
 
 
+def raise_alone(problem: Exception | None, *_: Any) -> None:
+    """Raise a rank's error: nobody tells the others."""
+    if problem is not None:
+        raise problem
+
+
 class Ranks:
     """All ranks, each with a workspace.
 
@@ -112,11 +118,15 @@ class Ranks:
         self._dist = SimpleNamespace(
             get_rank=lambda group: group.rank,
             get_world_size=lambda group: count,
-            get_backend=lambda group: "none",
-            barrier=lambda *_, **__: None,
         )
         symmetric_memory = SimpleNamespace(rendezvous=lambda part, group: memory)
-        with patch.multiple(workspace, dist=self._dist, allocate=memory.allocate, symmetric_memory=symmetric_memory):
+        with patch.multiple(
+            workspace,
+            dist=self._dist,
+            allocate=memory.allocate,
+            symmetric_memory=symmetric_memory,
+            raise_together=raise_alone,
+        ):
             self.workspaces = [Workspace(group, device, slot_bytes, flags) for group in self._groups]
         self._orders = [CallOrder(device) for _ in range(count)]
         self._idle = [self._flags(rank) for rank in range(count)]
@@ -144,6 +154,7 @@ class Ranks:
                 calls,
                 dist=self._dist,
                 check_agreement=check_agreement,
+                raise_together=raise_alone,
                 workspace_for=workspace_for,
                 watchdog=Unwatched,
                 call_order=lambda device: self._orders[rank],

@@ -269,6 +269,7 @@ class Pretended:
         )
         for name, value in {
             "check_agreement": lambda *_: None,
+            "raise_together": self._told,
             "workspace_for": lambda *_: self.workspace,
             "call_order": lambda device: self.order,
             "watchdog": lambda: SimpleNamespace(add=lambda _: watched),
@@ -293,6 +294,10 @@ class Pretended:
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda keep_graph: PretendedGraph(recorded, keep_graph))
         group: Any = "a group"
         self.exe = CudaExecutable(plan, group, torch.device("cpu"), execution, timeout=5.0)
+
+    def _told(self, problem: Exception | None, failure: str, *_: Any) -> None:
+        if problem is not None:
+            raise problem
 
     def _issued(self, exe: CudaExecutable, out: Any, stream: int) -> None:
         assert stream == 7

@@ -484,7 +484,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspaces, "allocate", allocate)
     monkeypatch.setattr(workspaces.symmetric_memory, "rendezvous", rendezvous)
     monkeypatch.setattr(workspaces.torch.cuda, "synchronize", lambda device: None)
-    for name, value in {"get_rank": 1, "get_world_size": 3, "barrier": None, "get_backend": "gloo"}.items():
+    monkeypatch.setattr(workspaces, "raise_together", lambda problem, *_: None)
+    for name, value in {"get_rank": 1, "get_world_size": 3}.items():
         monkeypatch.setattr(workspaces.dist, name, lambda *_, value=value, **__: value)
 
 
@@ -594,6 +595,7 @@ class Pretended:
             monkeypatch.setattr(per_tile, name, value)
         for name, value in {
             "check_agreement": self._agree,
+            "raise_together": lambda problem, *_: None,
             "call_order": lambda device: order,
             "watchdog": lambda: SimpleNamespace(add=lambda workspace: watched),
         }.items():

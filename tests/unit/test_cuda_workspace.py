@@ -11,7 +11,8 @@ import torch
 
 import distgemm
 from distgemm.runtime import checks
-from distgemm.runtime.cuda import workspace
+from distgemm.runtime.cuda import calls, workspace
+from distgemm.runtime.cuda.calls import GpuExecutable
 from distgemm.runtime.cuda.processes import ProcessId, this_process
 from distgemm.runtime.cuda.workspace import (
     FLAG_BYTES,
@@ -24,7 +25,7 @@ from distgemm.runtime.cuda.workspace import (
     stage_value,
     workspace_for,
 )
-from tests.unit.cuda_emulation import GATHERS, Emulated, Machine
+from tests.unit.cuda_emulation import GATHERS, Emulated, Machine, emulated
 
 # --- flags and buffers ----------------------------------------------------------------------------------
 
@@ -131,12 +132,13 @@ class Exchange:
     """torch.distributed and symmetric memory as rank 0 of three sees them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, failed: list[int]) -> None:
-        self.failed = failed
+        self.failed, self.gathers = failed, 0
         monkeypatch.setattr(checks.dist, "all_gather", self.all_gather)
         monkeypatch.setattr(workspace.symmetric_memory, "empty", self.empty)
 
     def all_gather(self, every: list[torch.Tensor], mine: torch.Tensor, group: Any) -> None:
         assert bool(mine[-1]) == (0 in self.failed)
+        self.gathers += 1
         for rank, report in enumerate(every):
             report.copy_(mine)
             report[-1] = int(rank in self.failed)
@@ -166,6 +168,57 @@ def test_all_ranks_raise_where_one_has_no_memory(
     exchange = Exchange(monkeypatch, failed)
     with pytest.raises(RuntimeError, match=message):
         exchange.allocate()
+
+
+class Unprepared(Memoryless):
+    """A workspace for which rank 0 makes streams, if it can."""
+
+    fails = False
+
+    def _begin(self) -> None:
+        if self.fails:
+            raise RuntimeError("this rank is out of memory")
+
+
+class Attaching(GpuExecutable):
+    """An executable that takes memory for its calls."""
+
+    fails = False
+    _put_call = _put_captured_call = awaited = None  # type: ignore[assignment]
+
+    def __init__(self, plan: distgemm.Plan, group: Any) -> None:
+        self.plan, self.group, self.device, self.rank = plan, group, torch.device("cpu"), 0
+
+    def _attach(self) -> None:
+        if self.fails:
+            raise RuntimeError("this rank is out of memory")
+
+
+@pytest.mark.parametrize("where", ["workspace", "watchdog", "executable"])
+@pytest.mark.parametrize(
+    ("failed", "message"), [([0], "this rank is out of memory"), ([1], r"ranks \[1\] of the group")]
+)
+def test_all_ranks_raise_where_one_cannot_take_part(
+    where: str, failed: list[int], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is allocated behind symmetric memory counts, too. The others would wait in their first call."""
+    exchange, group = Exchange(monkeypatch, failed), SimpleNamespace(size=lambda: 3)
+    made: Any = Unprepared(group, torch.device("cpu"), 64, 4)
+    made.executables, made.fails = [], where == "workspace" and 0 in failed
+
+    def add(of: Any) -> None:
+        if where == "watchdog" and 0 in failed:
+            raise RuntimeError("this rank is out of memory")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(calls, "workspace_for", lambda *_: made)
+    monkeypatch.setattr(calls, "watchdog", lambda: SimpleNamespace(add=add))
+    monkeypatch.setattr(calls, "call_order", lambda device: None)
+    exe = Attaching(emulated(GATHERS[0]).plan, group)
+    exe.fails = where == "executable" and 0 in failed
+    with pytest.raises(RuntimeError, match=message):
+        made.begin() if where == "workspace" else exe._join(Unprepared, 64, 4)
+    assert exchange.gathers == 1
 
 
 def test_workspaces_have_tokens_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from distgemm.plan.plan import Plan
-from distgemm.runtime.checks import check_agreement, check_gradients, group_timeout, shard_dtype
+from distgemm.runtime.checks import check_agreement, check_gradients, group_timeout, raise_together, shard_dtype
 from distgemm.runtime.cuda.lowering.actions import Action
 from distgemm.runtime.cuda.order import CallOrder, call_order
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, watchdog
@@ -78,18 +78,32 @@ class GpuExecutable(ABC):
     ) -> None:
         """Take part in the group's workspace of a kind, in its watchdog, and in the order of calls on the device.
 
+        A collective call.
+
         Args:
             kind: of the workspace.
             slot_bytes: bytes of slots that a rank needs at most, in each buffer.
             flags: flags that it needs at most.
             packet_bytes: bytes of packets that it needs, in each buffer.
             **options: further arguments of the workspace.
+
+        Raises:
+            RuntimeError: on all ranks where one has no memory.
         """
         self.workspace = workspace_for(self.group, self.device, slot_bytes, flags, kind, packet_bytes, **options)
-        self.number = self.workspace.register(self)
-        self._watched = watchdog().add(self.workspace)
-        self._order = call_order(self.device)
+        problem: Exception | None = None
+        try:
+            self.number = self.workspace.register(self)
+            self._watched = watchdog().add(self.workspace)
+            self._order = call_order(self.device)
+            self._attach()
+        except Exception as error:  # raised below, once all ranks know of it
+            problem = error
+        raise_together(problem, "cannot allocate what calls need besides symmetric memory", self.group, self.device)
         self._shape_of_d, self._dtype_of_d = self.plan.shard_shape("D", self.rank), shard_dtype(self.plan, "D")
+
+    def _attach(self) -> None:  # noqa: B027  (most executables need no more than the workspace)
+        """Take what calls need besides the workspace."""
 
     @property
     def actions(self) -> Sequence[Action]:

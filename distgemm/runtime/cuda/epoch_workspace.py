@@ -63,11 +63,13 @@ class EpochWorkspace(SharedWorkspace):
         self.slot_bytes, self.flags, self.packet_bytes = slot_bytes, flags, packet_bytes
         super().__init__(group, device, Space((), 0, flags, slot_bytes, packet_bytes).size)
         self.space = Space(tuple(self._handle.buffer_ptrs), self.rank, flags, slot_bytes, packet_bytes)
+        self.begin()
+
+    def _begin(self) -> None:
         assert self.memory is not None
         self.memory.fill_(0xFF)  # slots begin as NaN, and flags have no epoch
         self.memory[:CONTROL_BYTES].zero_()
         self.memory[:8].view(torch.int64).fill_(1 << TICKET_BITS)  # the first epoch
-        self.await_others()
 
     def watched_memory(self) -> torch.Tensor:
         return self._own()[: self.space.slots_at].view(torch.int32)

@@ -105,7 +105,6 @@ class CudaExecutable(GpuExecutable):
         slot_bytes = max(map(plan.workspace_bytes, range(plan.world_size)))
         hosts = {} if plan.ranks_per_host is None else {"ranks_per_host": plan.ranks_per_host}
         self._join(Workspace, slot_bytes, most_flags(plan), **hosts)
-        self.binder.attach(self.workspace, self.number)
         if self.workspace.across is not None:
             exchanges = exchanges_of(self.actions)
             to = sorted({copy.dst.rank for op in exchanges for copy in op.sends})
@@ -116,6 +115,9 @@ class CudaExecutable(GpuExecutable):
         # is only replayed for a call with tensors at its addresses.
         self._recorded: OrderedDict[Any, dict[int, Recording]] = OrderedDict()
         self._fixed: set[Any] = set()  # layouts whose graphs cannot go on with other tensors
+
+    def _attach(self) -> None:
+        self.binder.attach(self.workspace, self.number)
 
     @property
     def actions(self) -> Sequence[Action]:

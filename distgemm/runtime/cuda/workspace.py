@@ -45,7 +45,7 @@ import torch.distributed._symmetric_memory as symmetric_memory  # noqa: PLC2701 
 from distgemm.gemm.flags import MemOp
 from distgemm.gemm.streams import new_stream
 from distgemm.plan.plan import SLOT_ALIGNMENT
-from distgemm.runtime.checks import exchange_reports, raise_failures
+from distgemm.runtime.checks import exchange_reports, raise_failures, raise_together
 from distgemm.runtime.cuda.memops import clear, wait_for, write
 from distgemm.runtime.cuda.nccl import Communicator
 from distgemm.runtime.cuda.processes import ProcessId, this_process
@@ -271,11 +271,23 @@ class SharedWorkspace:
         self.executables: list[weakref.ref[Any]] = []
         self.kept: list[Any] = []
 
-    def await_others(self) -> None:
-        """Wait until all ranks have written what their memory begins with."""
-        torch.cuda.synchronize(self.device)
-        group, device = self.group, self.device
-        dist.barrier(group, device_ids=[device.index] if dist.get_backend(group) == "nccl" else None)
+    def _begin(self) -> None:
+        """Make what replays need besides the memory, and write what the memory begins with."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Make a new workspace ready for replays, and wait until it is so on all ranks. A collective call.
+
+        Raises:
+            RuntimeError: on all ranks where one fails.
+        """
+        problem: Exception | None = None
+        try:
+            self._begin()
+            torch.cuda.synchronize(self.device)
+        except Exception as error:  # raised below, once all ranks know of it
+            problem = error
+        raise_together(problem, "cannot prepare the workspace", self.group, self.device)
 
     def register(self, executable: Any) -> int:
         """The number by which an executable is known here, from 1."""
@@ -370,7 +382,6 @@ class Workspace(SharedWorkspace):
         self._flags_of_buffer = first_plan_flag(dist.get_world_size(group)) + _even(flags)
         self._slots_at = _aligned((BUFFERS * self._flags_of_buffer + 1) * FLAG_BYTES)
         super().__init__(group, device, self._slots_at + BUFFERS * self.slot_bytes, ranks_per_host)
-        assert self.memory is not None
         bases = {rank: self._handle.buffer_ptrs[place] for rank, place in self._place.items()}
         size = self._flags_of_buffer * FLAG_BYTES
         self.buffers = tuple(
@@ -378,14 +389,17 @@ class Workspace(SharedWorkspace):
             for number in range(BUFFERS)
         )
         self.current_buffer = 0
+        self.begin()
+
+    def _begin(self) -> None:
+        assert self.memory is not None
         # For copies, a second stream of GEMMs, sums, and messages. Executables run one after the other, and share them.
-        self.streams = [new_stream(device) for _ in range(4)]
-        self.capture_stream = new_stream(device)
+        self.streams = [new_stream(self.device) for _ in range(4)]
+        self.capture_stream = new_stream(self.device)
         self.memory.fill_(0xFF)  # slots begin as NaN
         self.watched_memory().zero_().add_(1).zero_()  # add_ loads the kernel that graphs of callers have
         for values in self.flag_memory().view(BUFFERS, -1):
             values[: self.world_size] = 1  # left
-        self.await_others()
 
     @property
     def next_buffer(self) -> int:
