@@ -126,8 +126,12 @@ def gemm(
     Raises:
         ValueError: if the tensors do not fit together, or if the provider cannot compute this.
     """
+    import torch
+
     tensors = GemmTensors(
         *(a, b, out, c, partial, bias, scale_a, scale_b, alpha, beta), dtype=dtype, block_rows=block_rows
     )
-    bind(tensors, provider=provider, config=config)()
+    launch = bind(tensors, provider=provider, config=config)
+    with torch.cuda.device_of(out):  # its default stream is none of another GPU
+        launch()
     return out

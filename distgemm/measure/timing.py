@@ -76,18 +76,19 @@ class CudaClock:
 
     def capture(self, run: Callable[[], T], calls: int) -> tuple[Callable[[], object], T]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.device(self.device), torch.cuda.graph(graph):
             for _ in range(calls):
                 found = run()
         return graph.replay, found
 
     def time(self, run: Callable[[], object], count: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        for _ in range(count):
-            run()
-        end.record()
-        end.synchronize()
+        with torch.cuda.device(self.device):  # events are recorded on its current stream
+            start.record()
+            for _ in range(count):
+                run()
+            end.record()
+            end.synchronize()
         return float(start.elapsed_time(end))
 
 
@@ -212,7 +213,8 @@ def time_launches(
     clock = CudaClock(None, device)
     bursts = {}
     for number, launch in enumerate(launches):
-        launch()
+        with torch.cuda.device(device):
+            launch()
         clock.barrier()
         replay, _ = clock.capture(launch, 3)
         ms = max(clock.time(replay, 1) / 3, 1e-3)

@@ -273,7 +273,7 @@ class UnfusedExecutable:
             return
         used, order = self._buffers["whole"], self._order
         stream = torch.cuda.current_stream(self.device)
-        with order.lock:
+        with order.lock, torch.cuda.device(self.device):  # the default stream, 0, is that of the current device
             order.raise_if_occupied()
             if captured:
                 _kept[self._keeper] = used.untyped_storage()  # the caller's graph may outlive this executable
@@ -494,7 +494,7 @@ class UnfusedExecutable:
         out = self(a_shard, b_shard, c_shard, **options)
         options = options | {"out": out}
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.device(self.device), torch.cuda.graph(graph):
             self(a_shard, b_shard, c_shard, **options)
         return UnfusedReplay(graph, out, (self, a_shard, b_shard, c_shard, options))
 

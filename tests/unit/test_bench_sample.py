@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -294,3 +296,28 @@ def test_a_row_whose_terms_cancel_may_be_off_as_much_as_others() -> None:
     operation.check("rounded", operation.reference + 0.05)
     with pytest.raises(WrongResultError, match="wrong in 4 of 4 rows"):
         operation.check("wrong", operation.reference + 0.5)
+
+
+def test_a_clock_measures_the_gpu_that_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while another one is current: events are recorded on the current stream of the current GPU."""
+    current, did = ["another GPU"], list[tuple[str, Any]]()
+
+    @contextmanager
+    def on(device: Any) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    def note(name: str, value: Any = None) -> Any:
+        return lambda *_: did.append((name, current[-1])) or value
+
+    event = SimpleNamespace(record=note("record"), synchronize=lambda: None, elapsed_time=lambda end: 1.0)
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=None))
+    monkeypatch.setattr(torch.cuda, "graph", note("capture", nullcontext()))
+    device: Any = "the GPU of the clock"
+    clock = timing.CudaClock(None, device)
+    clock.time(note("run"), 1)
+    clock.capture(note("run"), 1)
+    assert did == [(name, device) for name in ("record", "run", "record", "capture", "run")]

@@ -156,6 +156,7 @@ def test_a_rank_that_raises_flips_no_buffer(monkeypatch: pytest.MonkeyPatch, rec
     exe = emulated(GATHERS[1])
     exe._recorded, exe._fixed = OrderedDict(), set()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     exe._watched, exe._order = SimpleNamespace(issued=lambda *_: None), PretendedOrder()
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
     exe._shape_of_d, exe._dtype_of_d = (16, 8), torch.float32
@@ -406,6 +407,42 @@ def test_calls_are_eager_then_recorded_then_replayed(
     workspace.dead = "a rank did not come"
     with pytest.raises(ReplayTimeoutError, match="a rank did not come"):
         exe(a, b)
+
+
+def test_work_goes_to_the_gpu_of_the_executable(recorded: list[Task], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while another GPU is current: a handle of 0, and an event that is made, are of the current one."""
+    current = ["another GPU"]
+
+    @contextmanager
+    def on(device: Any) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    pretended = Pretended(of_chunks(), HANDS_OUT, recorded, monkeypatch)
+    exe, where = pretended.exe, dict[str, Any]()
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(PretendedOrder, "__getattr__", lambda self, name: lambda _: where.update({name: current[-1]}))
+    monkeypatch.setattr(PretendedRecording, "replay", lambda self, stream: where.update(replay=current[-1]))
+    a, b = torch.randn(12, 8), torch.randn(1, 8)
+    counted = torch.zeros(1, dtype=torch.int32)
+    pretended.workspace.watched_memory = lambda: counted
+
+    def gather() -> None:
+        for _ in exe.gather(a):
+            pass
+
+    calls = {"eager": lambda: exe(a, b), "graph": lambda: exe(a, b), "replay": exe.capture(a, b), "gather": gather}
+    found = {}
+    for captured in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captured=captured: captured)
+        for name, call in calls.items():
+            if not (captured and name == "replay"):
+                where.clear()
+                call()
+                found[name, captured] = dict(where)
+    assert set().union(*found.values()) == {"begin", "end", "replay", "begin_captured", "end_captured"}
+    assert all(set(devices.values()) == {exe.device} for devices in found.values()), found
 
 
 HANDS_OUT = ExecutionConfig(ONE_TERM, gemm_streams=1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -49,22 +50,34 @@ def test_the_default_provider_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_gemm_takes_the_default_provider(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    asked, did = list[str](), list[str]()
 
     class Provider:
         def __init__(self, name: str) -> None:
             asked.append(name)
 
         def compile(self, *_: object) -> Any:
-            return type("Kernel", (), {"bind": lambda self, tensors, begins_early: lambda: None})()
+            return type("Kernel", (), {"bind": lambda self, tensors, begins_early: launch})()
 
     monkeypatch.setattr(gemm, "get_provider", Provider)
     monkeypatch.setattr(gemm, "default_provider", lambda device, dtype: "cublas")
     monkeypatch.setattr("distgemm.gemm.tensors.check_device", lambda tensors: None)
     matrix = torch.zeros(8, 8)
+
+    @contextmanager
+    def device_of(tensor: torch.Tensor) -> Iterator[None]:
+        did.append("its GPU is current")
+        yield
+        did.append("no more")
+
+    def launch() -> None:
+        did.append("launch")
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
     given: tuple[dict[str, Any], ...] = ({}, {"config": "128x256x64_1x2_cooperative"}, {"provider": "cutlass"})
     for options in given:
         forget_kernels()
         gemm.gemm(matrix, matrix, torch.empty(8, 8), **options)
     forget_kernels()
     assert asked == ["cublas", "cutlass", "cutlass"]
+    assert did == ["its GPU is current", "launch", "no more"] * 3

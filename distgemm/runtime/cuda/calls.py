@@ -200,7 +200,7 @@ class GpuExecutable(ABC):
             out = self._new_out()
         tensors = (a_shard, b_shard, c_shard, bias, scale_a, scale_b, out, gathered)
         stream = torch._C._cuda_getCurrentRawStream(self.device.index or 0)
-        with self._order.lock:
+        with self._order.lock, torch.cuda.device(self.device):  # the default stream, 0, is that of the current device
             self._order.raise_if_occupied()
             if torch.cuda.is_current_stream_capturing():
                 self._put_captured_call(tensors, alpha, beta, stream)
@@ -250,12 +250,12 @@ class PreparedCall:
         executable = self._executable
         executable.raise_if_dead()
         check_gradients(executable.rank, *self._tensors)
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "a replay cannot become part of a graph: call the executable while the stream is captured"
-            )
         stream = torch._C._cuda_getCurrentRawStream(executable.device.index or 0)
-        with executable._order.lock:
+        with executable._order.lock, torch.cuda.device(executable.device):
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "a replay cannot become part of a graph: call the executable while the stream is captured"
+                )
             executable._order.raise_if_occupied()
             self._put(stream)
             executable._watched.issued(executable, self._watched_out, stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import get_args
 
@@ -54,11 +55,13 @@ def compile_plan(
         get_provider(execution.provider)
     whole, at, timeout = _place(plan, group, device, timeout, on_timeout)
     check_across(plan, execution)
-    if execution.execution == "per_tile":
-        return PerTileExecutable(
-            plan, whole, at, execution, timeout=timeout, on_timeout=on_timeout, copies=copies, turned_b=turned_b
-        )
-    return CudaExecutable(plan, whole, at, execution, timeout=timeout, on_timeout=on_timeout, turned_b=turned_b)
+    # Kernels are selected and compiled for the current GPU. Where there is none, the executable says what is missing.
+    with torch.cuda.device(at) if torch.cuda.is_available() else contextlib.nullcontext():
+        if execution.execution == "per_tile":
+            return PerTileExecutable(
+                plan, whole, at, execution, timeout=timeout, on_timeout=on_timeout, copies=copies, turned_b=turned_b
+            )
+        return CudaExecutable(plan, whole, at, execution, timeout=timeout, on_timeout=on_timeout, turned_b=turned_b)
 
 
 def _place(

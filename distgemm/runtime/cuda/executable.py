@@ -211,8 +211,8 @@ class CudaExecutable(GpuExecutable):
         given = {"A": check_shard(self.plan, self.rank, self.device, "A", a_shard).detach()}
         self._check_rows(given, self._copied)
         stream = self._current_stream()
-        captured = torch.cuda.is_current_stream_capturing()
-        with self._order.lock:
+        with self._order.lock, torch.cuda.device(self.device):
+            captured = torch.cuda.is_current_stream_capturing()
             self._order.raise_if_occupied()
             bound, tiles = self.binder.hand_out(CallTensors(given), self.workspace.next_buffer)
             if captured:
@@ -249,7 +249,8 @@ class CudaExecutable(GpuExecutable):
                 while put_next() is not None:
                     pass
                 self._order.occupied = False
-                (self._order.end_captured if captured else self._order.end)(stream)
+                with torch.cuda.device(self.device):
+                    (self._order.end_captured if captured else self._order.end)(stream)
         note()
 
     def _current_stream(self) -> int:
@@ -268,7 +269,7 @@ class CudaExecutable(GpuExecutable):
         terms = {name: options.pop(name, None) for name in names}
         tensors = (a_shard, b_shard, c_shard, *terms.values())
         check_gradients(self.rank, *tensors)
-        with self._order.lock:
+        with self._order.lock, torch.cuda.device(self.device):
             call = self._checked(tensors, **options)
             layout = layout_of(tensors, call.alpha, call.beta)
             recordings = [self._record(call, buffer, layout) for buffer in range(BUFFERS)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -154,17 +154,12 @@ class PerTileExecutable(GpuExecutable):
         tensors = self._readable(tensors)  # copies live until the launch
         self._launch(self._launch_of(tensors, alpha, beta), stream)
 
-    def _launch(self, launch: Callable[[int], None], stream: int) -> None:
-        with torch.cuda.device(self.device):
-            super()._launch(launch, stream)
-
     def _put_captured_call(self, tensors: Sequence[Tensor | None], alpha: float, beta: float, stream: int) -> None:
         tensors = self._readable(tensors)
         launch = self._launch_of(tensors, alpha, beta)
         self.workspace.keep(self)
         self._order.begin_captured(stream)
-        with torch.cuda.device(self.device):
-            launch(stream)  # the graph has a copy of the parameters
+        launch(stream)  # the graph has a copy of the parameters
         self._order.end_captured(stream)
 
     def _launch_of(self, tensors: Sequence[Tensor | None], alpha: float, beta: float) -> Launch:
