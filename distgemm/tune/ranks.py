@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -55,13 +56,22 @@ def from_first(group: dist.ProcessGroup, device: torch.device, make: Callable[[]
         try:
             sent[0] = make()
         except Exception as error:  # raised below, on all ranks
-            sent[1] = error
+            sent[1] = _sendable(error)
     at = device if dist.get_backend(group) == "nccl" else None
     dist.broadcast_object_list(sent, group=group, group_src=0, device=at)
     if sent[1] is not None:
         raise sent[1]
     result: T = sent[0]
     return result
+
+
+def _sendable(error: Exception) -> Exception:
+    """An error as other ranks can raise it: some cannot be pickled, such as one of a class within a function."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # any: the class says how it is pickled
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def from_all(group: dist.ProcessGroup, make: Callable[[], T]) -> list[T]:

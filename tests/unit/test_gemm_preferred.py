@@ -125,9 +125,27 @@ def test_all_ranks_select_what_the_first_one_has(nvcc: Nvcc, tmp_path: Path) -> 
     assert [together for _, together, _ in found] == [near[1], near[1]]
 
 
+def fail_to_choose(folder: str) -> tuple[str, bool]:
+    """What a rank gets to know where the first one cannot say what it has, and whether it takes it to have nothing."""
+    os.environ["DISTGEMM_CACHE_DIR"] = f"{folder}/{dist.get_rank()}"
+    if dist.get_rank() == 0:
+        os.environ["DISTGEMM_PACK"] = "perhaps"
+    near = [source_of(SHAPES[1], config) for config in HOPPER.near_best(SHAPES[1])]
+    assert dist.group.WORLD is not None
+    found = agree_on_kernels([near], dist.group.WORLD, torch.device("cpu"))
+    return str(found), select._AGREED is not None and not select._AGREED
+
+
+def test_all_ranks_go_on_where_the_first_one_cannot_say_what_it_has(tmp_path: Path) -> None:
+    """It raises its error where all ranks learn of it. The others would wait for what it has."""
+    first, second = results(2, fail_to_choose, str(tmp_path))
+    assert "DISTGEMM_PACK is 1, true, yes or on" in first[0] and second[0] == "None"
+    assert first[1] and second[1]
+
+
 def test_one_rank_asks_nobody() -> None:
     group: Any = type("Group", (), {"size": lambda self: 1})()
-    agree_on_kernels([], group, torch.device("cpu"))
+    assert agree_on_kernels([], group, torch.device("cpu")) is None
     assert select._AGREED is None
 
 

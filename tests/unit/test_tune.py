@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import pickle
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -399,3 +401,35 @@ def test_cpus_are_not_measured(device: Any) -> None:
                 measure(problem, "ag+gemm", device=device)  # type: ignore[operator]
     finally:
         dist.destroy_process_group()
+
+
+def test_any_error_of_the_first_rank_is_raised_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that cannot be pickled, or not be made again: the others would wait for it."""
+
+    class LocalError(Exception):
+        """No other process finds it by its name."""
+
+    messages: list[bytes] = []
+
+    def broadcast(sent: list[Any], **_: Any) -> None:
+        if not messages:  # the first rank
+            messages.append(pickle.dumps(sent))
+        sent[:] = pickle.loads(messages[0])
+
+    monkeypatch.setattr(tune.ranks.dist, "get_rank", lambda group: len(messages))
+    monkeypatch.setattr(tune.ranks.dist, "get_backend", lambda group: "gloo")
+    monkeypatch.setattr(tune.ranks.dist, "broadcast_object_list", broadcast)
+    group: Any = "a group"
+    errors = ValueError("a bad file"), LocalError("of a function"), UnpicklableError("two", "arguments")
+    for error, kind in zip(errors, (ValueError, RuntimeError, RuntimeError), strict=True):
+        messages.clear()
+        for _ in range(2):
+            with pytest.raises(kind, match=f"{error}$"):
+                tune.ranks.from_first(group, torch.device("cpu"), mock.Mock(side_effect=error))
+
+
+class UnpicklableError(Exception):
+    """Pickle makes an exception of all that Exception.__init__ got, here one argument."""
+
+    def __init__(self, one: str, other: str) -> None:
+        super().__init__(f"{one} {other}")

@@ -92,7 +92,7 @@ class CudaExecutable(GpuExecutable):
             choices = self.binder.choices(turned_b=turned_b)
         except Exception as error:  # raised below, once all ranks know of it
             problem, choices = error, []
-        agree_on_kernels(choices, group, device)
+        problem = agree_on_kernels(choices, group, device) or problem
         try:
             if problem is None:
                 # What calls with dense tensors and these majors need; others build the rest.
@@ -427,20 +427,30 @@ class Replay(PreparedCall):
         return self.recordings[0].graph
 
 
-def agree_on_kernels(choices: Sequence[Sequence[KernelSource]], group: dist.ProcessGroup, device: torch.device) -> None:
+def agree_on_kernels(
+    choices: Sequence[Sequence[KernelSource]], group: dist.ProcessGroup, device: torch.device
+) -> Exception | None:
     """Let all ranks of a group select among these kernels by what its first rank has. A collective call.
 
     What is there may differ from rank to rank: machines have caches of their own, and another process may compile.
+
+    Returns:
+        On the first rank, the error for which it cannot say what it has. Then all ranks take it to have nothing.
     """
     if group.size() == 1:
-        return
-    there: list[Any] = [None]
+        return None
+    there: list[Any] = [[]]
+    problem: Exception | None = None
     if dist.get_rank(group) == 0:
         several = dict.fromkeys(chain.from_iterable(each for each in choices if len(each) > 1))
-        there = [[source for source in several if is_there(source)]]
+        try:
+            there = [[source for source in several if is_there(source)]]
+        except Exception as error:  # the others wait for what this rank has
+            problem = error
     at = device if dist.get_backend(group) == "nccl" else None
     dist.broadcast_object_list(there, group=group, group_src=0, device=at)
     agree(there[0])
+    return problem
 
 
 def describe_kernels(sources: Sequence[KernelSource], choices: Sequence[Sequence[KernelSource]]) -> str:
