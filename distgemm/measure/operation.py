@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory  # noqa: PLC2701  (torch has no public name)
 
 from distgemm.plan.problem import GemmProblem
-from distgemm.runtime.checks import TORCH_DTYPES
+from distgemm.runtime.checks import TORCH_DTYPES, raise_together
 from distgemm.runtime.executable import Executable
 from distgemm.schedulers import Pattern
 
@@ -40,6 +40,7 @@ class Operation:
 
     Raises:
         ValueError: if the ranks do not divide m and the other sharded extent.
+        RuntimeError: for a reduction on all ranks where one has no memory.
     """
 
     problem: GemmProblem
@@ -77,9 +78,14 @@ class Operation:
             self.local_a = torch.cat([draw(peer, p.m, k)[rank * m : (rank + 1) * m] for peer in range(size)], 1)
             self.reference = self.local_a @ self.b.T
         else:
-            self.a, self.b = draw(rank, p.m, k), draw(1000 + rank, p.n, k)
-            self.local_a = self.a
-            partial = (self.a @ self.b.T).float()
+            problem: Exception | None = None
+            try:
+                self.a, self.b = draw(rank, p.m, k), draw(1000 + rank, p.n, k)
+                self.local_a = self.a
+                partial = (self.a @ self.b.T).float()
+            except Exception as error:  # raised below, once all ranks know of it
+                problem = error
+            raise_together(problem, "cannot draw their shards and multiply them", self.group, self.device)
             dist.all_reduce(partial, group=self.group)
             rows = slice(rank * m, (rank + 1) * m) if self.pattern == "gemm+rs" else slice(None)
             self.reference = partial[rows]

@@ -321,3 +321,26 @@ def test_a_clock_measures_the_gpu_that_it_is_for(monkeypatch: pytest.MonkeyPatch
     clock.time(note("run"), 1)
     clock.capture(note("run"), 1)
     assert did == [(name, device) for name in ("record", "run", "record", "capture", "run")]
+
+
+def draw_on_one_rank() -> str:
+    """Why there is no operation where the second rank has no memory for its shards."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    assert group is not None
+
+    def no_memory(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(torch, "randn", no_memory)
+        problem, device = GemmProblem(16, 16, 16, dtype="float32"), torch.device("cpu")
+        made, failed = timing.attempt(group, device, lambda: Operation(problem, "gemm+rs", group, device))
+    assert made is None
+    return failed.error
+
+
+def test_all_ranks_learn_that_one_has_no_memory_for_an_operation() -> None:
+    """Where partial sums are added, the others would wait for it."""
+    first, second = forked.results(2, draw_on_one_rank)
+    assert first == second and "rank 1: RuntimeError: out of memory" in first and "ranks [1] of the group" in first
