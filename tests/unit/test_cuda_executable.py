@@ -441,6 +441,15 @@ def test_work_goes_to_the_gpu_of_the_executable(recorded: list[Task], monkeypatc
                 where.clear()
                 call()
                 found[name, captured] = dict(where)
+    unfused: Any = UnfusedExecutable.__new__(UnfusedExecutable)
+    unfused.device, unfused.collective, unfused._order = exe.device, "two-shot", pretended.order
+    unfused._buffers, unfused._keeper = {"whole": torch.empty(1)}, object()
+    for captured in (False, True):
+        where.clear()
+        with unfused._in_order(captured):
+            pass
+        found["unfused", captured] = dict(where)
+    unfused.release()
     assert set().union(*found.values()) == {"begin", "end", "replay", "begin_captured", "end_captured"}
     assert all(set(devices.values()) == {exe.device} for devices in found.values()), found
 
