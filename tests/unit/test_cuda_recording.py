@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -156,6 +157,17 @@ def test_most_cases_move(structs: None) -> None:
     assert RowsCopy(shard, shard.clone()).movable
     assert RowsCopy(shard[:1, :4], shard[:1, :4]).movable
     assert not RowsCopy(shard, torch.zeros(4, 16)[:, :8]).movable
+
+
+def test_a_recording_keeps_no_tensors_alive(structs: None) -> None:
+    """Also one that serves only these tensors: an executable keeps many recordings."""
+    x = torch.zeros(4, 4)
+    layout, given = layout_of([x], 1.0, 0.0), weakref.ref(x)
+    launch = FixedLaunch(lambda stream, x=x: None, GemmTensors(x, x, x))
+    graph: Any = SimpleNamespace(raw_cuda_graph=lambda: 3)
+    made = Recording(graph, [(launch, 0)], layout)
+    del x, launch
+    assert not made.movable and given() is None
 
 
 def test_launches_of_which_nothing_is_known_stay() -> None:

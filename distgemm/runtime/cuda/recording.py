@@ -133,6 +133,8 @@ class Recording:
             if places:
                 self._moves.append(_Move(launch, node, places))
         self.movable = layout.disjoint and all(move.launch.movable for move in self._moves)
+        if not self.movable:
+            self._moves.clear()  # launches of cuBLAS would keep their tensors alive
 
     def move(self, addresses: tuple[int, ...]) -> None:
         """Go on with tensors at other addresses. Replays that are under way do not change.
