@@ -132,6 +132,6 @@ def gemm(
         *(a, b, out, c, partial, bias, scale_a, scale_b, alpha, beta), dtype=dtype, block_rows=block_rows
     )
     launch = bind(tensors, provider=provider, config=config)
-    with torch.cuda.device_of(out):  # its default stream is none of another GPU
+    with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]  # its default stream is none of another GPU
         launch()
     return out

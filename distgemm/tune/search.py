@@ -354,8 +354,13 @@ def lacking_kernels(operation: Operation, wanted: Sequence[TunedConfig]) -> dict
             return []
         return [source for source in sources if not is_there(source)]
 
-    mine = {config: lacks(config) for config in wanted}
-    every = from_all(operation.group, lambda: [config for config, sources in mine.items() if sources])
+    mine: dict[TunedConfig, list[KernelSource]] = {}
+
+    def lacking() -> list[TunedConfig]:
+        mine.update((config, lacks(config)) for config in wanted)
+        return [config for config, sources in mine.items() if sources]
+
+    every = from_all(operation.group, lacking)
     return {config: mine[config] for config in wanted if any(config in theirs for theirs in every)}
 
 

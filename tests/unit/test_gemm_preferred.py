@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.cuda.binding import Binder
 from distgemm.runtime.cuda.executable import agree_on_kernels, describe_kernels
 from distgemm.runtime.executable import ExecutionConfig
+from distgemm.tune import UNFUSED, search
 from tests.forked import results
 from tests.unit.test_gemm_kernel_cache import AT_ONCE, Nvcc, nvcc
 
@@ -141,6 +143,22 @@ def test_all_ranks_go_on_where_the_first_one_cannot_say_what_it_has(tmp_path: Pa
     first, second = results(2, fail_to_choose, str(tmp_path))
     assert "DISTGEMM_PACK is 1, true, yes or on" in first[0] and second[0] == "None"
     assert first[1] and second[1]
+
+
+def look_for_kernels() -> str:
+    """What a rank says where the first one cannot look for the kernels of candidates."""
+    operation: Any = type("Operation", (), {"device": torch.device("cpu"), "group": dist.group.WORLD})
+    operation.problem = operation.pattern = None
+    there = mock.Mock(side_effect=[OSError("no folder"), True][dist.get_rank() :])
+    pretended = {"has_kernels": lambda device: True, "sources_of": lambda *_, **__: ["a kernel"], "is_there": there}
+    with mock.patch.multiple(search, **pretended), pytest.raises(RuntimeError) as raised:
+        search.lacking_kernels(operation, [UNFUSED])
+    return str(raised.value)
+
+
+def test_all_ranks_learn_that_one_cannot_look_for_kernels() -> None:
+    first, second = results(2, look_for_kernels)
+    assert first == second and "rank 0 " in first and "no folder" in first
 
 
 def test_one_rank_asks_nobody() -> None:
