@@ -262,6 +262,22 @@ def test_a_thread_gets_one_error(first: str) -> None:
     assert handled == 1
 
 
+def test_a_call_may_be_issued_while_others_get_their_error() -> None:
+    watched = watched_without_gpu(Machine(2, 256).workspaces[0], torch.zeros(0))
+
+    class Call:
+        """A call that another thread issues as soon as the watchdog asks for the thread of this one."""
+
+        @property
+        def thread(self) -> int:
+            watched.pending.append(SimpleNamespace(thread=1))
+            return 0  # no thread has this number
+
+    watched.pending.append(Call())
+    watched.raise_in_threads(StuckError)
+    assert watched.informed == {0}
+
+
 # --- what becomes of calls that were issued -------------------------------------------------------------
 
 

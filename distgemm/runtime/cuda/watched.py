@@ -141,7 +141,7 @@ class WatchedWorkspace:
     def raise_in_threads(self, error: type[Exception]) -> None:
         """Raise an error in the threads of all calls that have not ended, at their next Python instruction."""
         with self.lock:
-            threads = {call.thread for call in self.pending} - self.informed
+            threads = {call.thread for call in list(self.pending)} - self.informed  # a thread may add calls meanwhile
             self.informed |= threads
             for thread in threads:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
