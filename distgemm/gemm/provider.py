@@ -55,7 +55,8 @@ class GemmTensors:
 class Launch(Protocol):
     """A kernel with its arguments. A call puts it on a stream, captured or not.
 
-    A call allocates nothing, and the host does not wait. The launch keeps its tensors alive.
+    A call allocates nothing, and the host does not wait. The launch keeps its tensors alive. Graphs that have captured
+    it may outlive it: other memory that its kernel uses belongs to the :class:`Kernel`.
     """
 
     def __call__(self, stream: int | None = None) -> None:
