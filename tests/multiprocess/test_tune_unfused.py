@@ -111,6 +111,7 @@ def test_graphs_keep_the_buffers_that_they_use(capturing: bool, monkeypatch: pyt
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **options: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *args: None)
     a, d = torch.ones(8, 4), torch.ones(8, 8)
     before = matmul.fp32_precision
