@@ -354,17 +354,15 @@ class CudaExecutable(GpuExecutable):
         super()._launch(flip_and_launch, stream)
 
     def _put(self, bound: Bound, counted: bool = False, nodes: list[tuple[MovableLaunch, int]] | None = None) -> None:
-        """Put all actions on streams that begin and end with the current stream of this device.
+        """Put all actions on streams that begin and end with the current stream. This device is the current one.
 
         Args:
             bound: the actions.
             counted: also count the replay, because the watchdog cannot see a captured one begin and end.
             nodes: gets the launches with addresses of tensors that move, and their nodes in the graph.
         """
-        # torch's default stream is that of the current device, whichever device was named.
-        with torch.cuda.device(self.device):
-            for _ in self._actions_put(bound, counted, nodes):
-                pass
+        for _ in self._actions_put(bound, counted, nodes):
+            pass
 
     def _actions_put(
         self, bound: Bound, counted: bool, nodes: list[tuple[MovableLaunch, int]] | None = None
