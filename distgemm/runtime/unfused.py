@@ -273,8 +273,7 @@ class UnfusedExecutable:
             return
         used, order = self._buffers["whole"], self._order
         stream = torch.cuda.current_stream(self.device)
-        with order.lock, torch.cuda.device(self.device):  # the default stream, 0, is that of the current device
-            order.raise_if_occupied()
+        with order.issuing():
             if captured:
                 _kept[self._keeper] = used.untyped_storage()  # the caller's graph may outlive this executable
                 order.begin_captured(stream.cuda_stream)

@@ -246,7 +246,7 @@ class Job:
         """A call that takes no graph, even if there is one."""
         made = self.executables[rank]
         stream = torch._C._cuda_getCurrentRawStream(made.device.index or 0)
-        with made._order.lock:
+        with made._order.issuing():
             made._put_eager(self.bind(rank, chosen), stream)
 
     def bind(self, rank: int, chosen: int) -> Bound:

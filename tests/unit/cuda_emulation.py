@@ -206,7 +206,8 @@ class Emulated:
         self.binder = Binder(plan, rank, torch.device("cpu"), config)
         self.actions = self.binder.actions
         exe = CudaExecutable.__new__(CudaExecutable)
-        exe.plan, exe.rank, exe.workspace, exe.device = plan, rank, workspace, torch.device("cpu")
+        exe.plan, exe.rank, exe.workspace = plan, rank, workspace
+        exe.device, exe._index = torch.device("cpu"), 0
         exe.execution, exe.binder, exe._copied = config, self.binder, copied_buffers(plan, rank)
         exe.number = workspace.register(exe)
         self.binder.attach(workspace, exe.number)

@@ -199,9 +199,9 @@ class PretendedOrder:
     """The order of calls on a device, as a list of what begins and ends."""
 
     def __init__(self) -> None:
-        self.lock, self.noted, self.occupied = RLock(), list[str](), False
+        self._lock, self._index, self.noted, self.occupied = RLock(), 0, list[str](), False
 
-    raise_if_occupied = CallOrder.raise_if_occupied
+    issuing = CallOrder.issuing
 
     def __getattr__(self, name: str) -> Any:
         return lambda stream: self.noted.append(f"{name} {stream}")
@@ -420,7 +420,8 @@ def test_work_goes_to_the_gpu_of_the_executable(recorded: list[Task], monkeypatc
         current.pop()
 
     pretended = Pretended(of_chunks(), HANDS_OUT, recorded, monkeypatch)
-    exe, where = pretended.exe, dict[str, Any]()
+    exe, where, index = pretended.exe, dict[str, Any](), 3
+    exe._index = pretended.order._index = index
     monkeypatch.setattr(torch.cuda, "device", on)
     monkeypatch.setattr(PretendedOrder, "__getattr__", lambda self, name: lambda _: where.update({name: current[-1]}))
     monkeypatch.setattr(PretendedRecording, "replay", lambda self, stream: where.update(replay=current[-1]))
@@ -451,7 +452,7 @@ def test_work_goes_to_the_gpu_of_the_executable(recorded: list[Task], monkeypatc
         found["unfused", captured] = dict(where)
     unfused.release()
     assert set().union(*found.values()) == {"begin", "end", "replay", "begin_captured", "end_captured"}
-    assert all(set(devices.values()) == {exe.device} for devices in found.values()), found
+    assert all(set(devices.values()) == {index} for devices in found.values()), found
 
 
 HANDS_OUT = ExecutionConfig(ONE_TERM, gemm_streams=1)

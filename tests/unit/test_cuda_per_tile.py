@@ -577,7 +577,7 @@ class Pretended:
         self.launched, self.noted, self.capturing = list[Any](), list[str](), False
         self.built: list[Any] = []
         PretendedLaunch.launched = self.launched
-        order = SimpleNamespace(lock=RLock(), raise_if_occupied=lambda: None)
+        order = SimpleNamespace(issuing=nullcontext)
         for name in ("begin", "end", "begin_captured", "end_captured"):
             setattr(order, name, lambda stream, name=name: self.noted.append(name))
         watched = SimpleNamespace(

@@ -49,6 +49,7 @@ class GpuExecutable(ABC):
     timeout: float
     on_timeout: OnTimeout
     number: int
+    _index: int
     _watched: WatchedWorkspace
     _order: CallOrder
     _shape_of_d: tuple[int, ...]
@@ -67,6 +68,7 @@ class GpuExecutable(ABC):
         self.on_timeout = on_timeout
         self.plan, self.group, self.device, self.execution = plan, group, device, execution
         self.rank, self.kernels = dist.get_rank(group), ""
+        self._index = device.index or 0  # torch.cuda.device reads an index faster than a torch.device
 
     def _agree(self, problem: Exception | None) -> None:
         """Raise on all ranks if plans or arguments differ, or if a rank cannot execute its plan: its problem."""
@@ -199,9 +201,8 @@ class GpuExecutable(ABC):
         if out is None:
             out = self._new_out()
         tensors = (a_shard, b_shard, c_shard, bias, scale_a, scale_b, out, gathered)
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index or 0)
-        with self._order.lock, torch.cuda.device(self.device):  # the default stream, 0, is that of the current device
-            self._order.raise_if_occupied()
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        with self._order.issuing():
             if torch.cuda.is_current_stream_capturing():
                 self._put_captured_call(tensors, alpha, beta, stream)
             else:
@@ -250,13 +251,12 @@ class PreparedCall:
         executable = self._executable
         executable.raise_if_dead()
         check_gradients(executable.rank, *self._tensors)
-        stream = torch._C._cuda_getCurrentRawStream(executable.device.index or 0)
-        with executable._order.lock, torch.cuda.device(executable.device):
+        stream = torch._C._cuda_getCurrentRawStream(executable._index)
+        with executable._order.issuing():
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     "a replay cannot become part of a graph: call the executable while the stream is captured"
                 )
-            executable._order.raise_if_occupied()
             self._put(stream)
             executable._watched.issued(executable, self._watched_out, stream)
         return self.out

@@ -211,9 +211,8 @@ class CudaExecutable(GpuExecutable):
         given = {"A": check_shard(self.plan, self.rank, self.device, "A", a_shard).detach()}
         self._check_rows(given, self._copied)
         stream = self._current_stream()
-        with self._order.lock, torch.cuda.device(self.device):
+        with self._order.issuing():
             captured = torch.cuda.is_current_stream_capturing()
-            self._order.raise_if_occupied()
             bound, tiles = self.binder.hand_out(CallTensors(given), self.workspace.next_buffer)
             if captured:
                 self.workspace.keep(self)
@@ -225,7 +224,7 @@ class CudaExecutable(GpuExecutable):
         def put_next() -> Action | None:
             # The caller's code runs in between, and another device may be current there.
             try:
-                with torch.cuda.device(self.device):
+                with torch.cuda.device(self._index):
                     return next(actions, None)
             except BaseException as error:
                 if not captured:
@@ -249,12 +248,12 @@ class CudaExecutable(GpuExecutable):
                 while put_next() is not None:
                     pass
                 self._order.occupied = False
-                with torch.cuda.device(self.device):
+                with torch.cuda.device(self._index):
                     (self._order.end_captured if captured else self._order.end)(stream)
         note()
 
     def _current_stream(self) -> int:
-        return int(torch._C._cuda_getCurrentRawStream(self.device.index or 0))
+        return int(torch._C._cuda_getCurrentRawStream(self._index))
 
     def capture(self, a_shard: Tensor, b_shard: Tensor, c_shard: Tensor | None = None, **options: Any) -> Replay:
         """A graph of one call on these tensors, to be replayed any number of times.
@@ -269,7 +268,7 @@ class CudaExecutable(GpuExecutable):
         terms = {name: options.pop(name, None) for name in names}
         tensors = (a_shard, b_shard, c_shard, *terms.values())
         check_gradients(self.rank, *tensors)
-        with self._order.lock, torch.cuda.device(self.device):
+        with self._order.issuing():
             call = self._checked(tensors, **options)
             layout = layout_of(tensors, call.alpha, call.beta)
             recordings = [self._record(call, buffer, layout) for buffer in range(BUFFERS)]

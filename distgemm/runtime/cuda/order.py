@@ -10,6 +10,8 @@ A graph that the caller captures has nodes that wait for this event and record i
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,24 +29,30 @@ class CallOrder:
         device: the device.
 
     Attributes:
-        lock: is held while a call is issued, so that calls of several threads have an order.
         occupied: whether a gather is under way, between whose chunks the caller's code runs.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.lock = threading.RLock()
+        self._lock, self._index = threading.RLock(), device.index or 0
         self.occupied = False
-        with torch.cuda.device(device):
+        with torch.cuda.device(self._index):
             torch.cuda.current_stream()  # makes the context current
             (self._ended,) = raise_on(runtime.cudaEventCreateWithFlags(runtime.cudaEventDisableTiming))
         self._stream: int | None = None  # of the last call that was no part of a capture
         self._in_graphs = False  # whether replays of captured graphs record the event, on streams nobody knows
         self._captured: tuple[int, Any] | None = None  # the last capture's id, and the end of the last call in it
 
-    def raise_if_occupied(self) -> None:
-        """Raises RuntimeError while a gather is under way: its end would come behind the end of the next call."""
-        if self.occupied:
-            raise RuntimeError("a gather on this GPU has not ended: make this call behind its with block")
+    @contextmanager
+    def issuing(self) -> Iterator[None]:
+        """A block that issues a call: no other thread does so meanwhile, and the device is the current one.
+
+        Raises:
+            RuntimeError: while a gather is under way: its end would come behind the end of this call.
+        """
+        with self._lock, torch.cuda.device(self._index):  # stream 0 is that of the current device
+            if self.occupied:
+                raise RuntimeError("a gather on this GPU has not ended: make this call behind its with block")
+            yield
 
     def begin(self, stream: int) -> None:
         """Let a stream wait for the end of the last call."""
