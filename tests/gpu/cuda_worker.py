@@ -23,6 +23,7 @@ from torch.autograd import DeviceType
 
 import distgemm
 from distgemm.api import compile as compile_plan
+from distgemm.gemm.cuda_errors import raise_on
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.nvcc import KernelSource, build
 from distgemm.plan.ops import Copy, Gemm, Reduce, Signal, Wait, link_of
@@ -33,7 +34,8 @@ from distgemm.runtime.cuda.lowering.actions import GEMM_STREAM, Action, exchange
 from distgemm.runtime.cuda.nccl import ExchangeLaunch
 from distgemm.runtime.cuda.workspace import BUFFERS, Step
 from distgemm.runtime.executable import EXECUTION_FIELDS, ExecutionConfig, ExecutionMode, WaitBy
-from distgemm.schedulers import schedule_options
+from distgemm.runtime.unfused import COLLECTIVES, Collective, UnfusedExecutable
+from distgemm.schedulers import Pattern, schedule_options
 
 CONFIG = "128x128x64_2x1_pingpong"
 
@@ -218,6 +220,51 @@ def poisoned(cases: list[Case], calls: int = 10) -> list[str]:
             wrong = (found.double() != wanted).sum().item()
             if wrong:
                 failures.append(f"rank {exe.rank} call {call}: {wrong} of {wanted.numel()} wrong: {case}")
+    return failures
+
+
+def beside_another_gpu(cases: list[Case], calls: int = 4) -> list[str]:
+    """Failures of calls while another GPU is the current one, and of plans' calls that touch that GPU.
+
+    Each call is eager, recorded, replayed or captured, on the default stream of its own GPU, or on another one of it.
+    """
+    device, rank = torch.device("cuda", torch.cuda.current_device()), dist.get_rank()
+    other = (device.index + 1) % torch.cuda.device_count()
+    made: list[tuple[Any, Data, str]] = [(*compiled(case), str(case)) for case in cases]
+    failures = []
+    for number, (exe, data, name) in enumerate(made):
+        wanted = data.draw(number)
+        if not torch.equal(data.call(exe).double(), wanted):
+            failures.append(f"rank {rank}, its own GPU: {name}")
+    time.sleep(0.5)  # the watchdog looks, too
+    _, active = raise_on(driver.cuDevicePrimaryCtxGetState(other))
+    if active:
+        failures.append(f"rank {rank} has made a context on GPU {other}")
+    problem = distgemm.GemmProblem(512, 512, 512)
+    unfused: list[tuple[Pattern, Collective]] = [("ag+gemm", "nccl"), ("gemm+rs", "nccl")]
+    for pattern, collective in [*unfused, *(("gemm+ar", one) for one in COLLECTIVES)]:
+        program = UnfusedExecutable(problem, pattern, device=device, collective=collective)
+        data = Data(Case(pattern, (dist.get_world_size(),)), program.plan, device)
+        made.append((program, data, f"{pattern} by {collective}"))
+    side = torch.cuda.Stream(device)
+    for number, (exe, data, name) in enumerate(made):
+        for call in range(calls):
+            wanted = data.draw(10 * number + call)
+            stream = side if call % 2 else torch.cuda.default_stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream), torch.cuda.device(other):
+                found = data.call(exe).clone()
+            torch.cuda.current_stream(device).wait_stream(stream)
+            if not torch.equal(found.double(), wanted):
+                failures.append(f"rank {rank} call {call} beside GPU {other}: {name}")
+        with torch.cuda.device(other):
+            replay = exe.capture(data.shards["A"], data.shards["B"], out=data.shards["D"], **data.terms)
+        for call in range(calls):
+            wanted = data.draw(10 * number + call + 5)
+            with torch.cuda.device(other):
+                found = replay()
+            if not torch.equal(found.double(), wanted):
+                failures.append(f"rank {rank} replay {call} beside GPU {other}: {name}")
     return failures
 
 

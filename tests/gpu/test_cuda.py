@@ -192,5 +192,12 @@ def test_a_killed_rank_makes_the_others_raise(ranks: int) -> None:
 
 
 @pytest.mark.gpu(2)
+def test_calls_leave_a_gpu_alone_that_is_the_current_one() -> None:
+    cases = [Case(GATHER, (2,)), Case(CHAIN, (2,), chunks=2), Case(ALL_REDUCE, (2,), **STORE)]
+    cases += [Case(schedule, (2,), execution="per_tile") for schedule in (GATHER, PAIRWISE, PAIRWISE_AR)]
+    assert launch(worker.beside_another_gpu, 2, cases, backend="nccl", timeout=120) == [[], []]
+
+
+@pytest.mark.gpu(2)
 def test_survivors_of_a_killed_rank_name_it() -> None:
     assert "waits for rank" in worker.survivor_of_a_kill(Case(CHAIN, (2,), chunks=2), 2.0)

@@ -693,8 +693,8 @@ def measured(folder: str, patterns: Sequence[Pattern] = PATTERNS) -> list[str]:
         if first != second or (first.source, second.source) != ("measured", "recorded"):
             failures.append(f"{pattern}: {first} {first.source}, then {second} {second.source}")
         tuned = tune.tune(dataclasses.replace(problem, m=1024), pattern, write=False)
-        # The unfused program is taken unless a plan is clearly faster.
-        margin = MIN_SPEEDUP if tuned.config == UNFUSED else 0.0
+        # An unfused program is taken unless a plan is clearly faster.
+        margin = MIN_SPEEDUP if tuned.config.method == "unfused" else 0.0
         slow = tuned.ms * (1 - margin) > min(tuned.times.values())
         if tuned.refused or slow or (tuned.unfused_ms is not None) != has_unfused:
             failures.append(f"{pattern}: {tuned}")
