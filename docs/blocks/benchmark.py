@@ -91,8 +91,11 @@ def comparisons(file: str) -> list[Comparison]:
 
 
 @table
-def executions(file: str) -> str:
-    """The fastest configuration of each execution, the fastest peer and the roof, in us, by row; and what they say."""
+def executions(file: str, *parts: str) -> str:
+    """The fastest configuration of each execution, the fastest peer and the roof, in us, by row; and what they say.
+
+    With "summary" it has no rows.
+    """
     found = comparisons(file)
     counts = {name: sum(each.times[name] == each.best for each in found) for name in EXECUTIONS}
     peers = [each.peer / each.best for each in found]
@@ -110,6 +113,8 @@ def executions(file: str) -> str:
         )
         + "."
     )
+    if parts == ("summary",):
+        return text
     rows = []
     for each in found:
         cells = [
