@@ -66,7 +66,7 @@ def look_up(
     """The configuration that is recorded for the nearest number of rows, else None.
 
     The recorded numbers of rows divide all others into ranges, whose bounds are the geometric means of neighbours. Of
-    two that are equally near, the larger one counts. All numbers up to MIN_BUCKET are equally near to a larger one.
+    two that are equally near, the larger one counts. All numbers up to MIN_BUCKET are in the reach of each other.
 
     Args:
         problem: the GEMM over all ranks.
@@ -87,7 +87,7 @@ def look_up(
         keys = (key.removeprefix(f"{before} ").partition("x") for key in known if key.startswith(f"{before} "))
         rows = [int(m) for m, _, rest in keys if rest == after and m.isdecimal()]
         nearest = min(rows, key=lambda m: (_distance(m, problem.m), -m), default=None)
-        if nearest is not None and _distance(nearest, problem.m) < reach:
+        if nearest is not None and _distance(max(nearest, MIN_BUCKET), max(problem.m, MIN_BUCKET)) < reach:
             entry = known[key_of(replace(problem, m=nearest, m_per_rank=None), pattern, *on)]
     if entry is None:
         return None
@@ -105,8 +105,7 @@ def look_up(
 
 def _distance(one: int, other: int) -> float:
     """How many times the larger of two numbers of rows is the smaller one."""
-    low, high = sorted((max(one, MIN_BUCKET), max(other, MIN_BUCKET)))
-    return high / low
+    return max(one, other) / min(one, other)
 
 
 def gpu_name(device: torch.device) -> str:

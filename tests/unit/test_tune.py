@@ -218,6 +218,13 @@ def test_each_bucket_reaches_all_its_rows_and_no_further_than_two_buckets() -> N
         64, 64, 64, 64, 128, 128, 128, 256, 512, None]  # fmt: skip
 
 
+def test_few_rows_are_served_by_the_nearest_ones() -> None:
+    """All of them are in reach of the smallest bucket, and of each other."""
+    assert rows_that_serve([4], [1, 64, 65, 127, 128]) == [4, 4, 4, 4, None]
+    wanted, served = [1, 7, 8, 31, 32, 63, 65, 127], [4, 4, 16, 16, 64, 64, 64, 64]
+    assert rows_that_serve([4, 16, 64], wanted) == served
+
+
 def test_the_exact_rows_are_looked_up_before_their_bucket() -> None:
     odd = dataclasses.replace(PROBLEM, m=1500)
     assert look_up(odd, "ag+gemm", 4, GPU) is None
