@@ -1,12 +1,11 @@
 """Time calls in a CUDA graph, with and without the nodes that keep the order of calls.
 
-    python benchmarks/order_in_graphs.py --json FILE
+    python benchmarks/order_in_graphs.py --ranks 2 --json FILE
 
-It needs one GPU. A call is a GEMM by torch, and an elementwise kernel of torch stands between two calls, as in a step
-of decode. The calls have no nodes for their order ("none"), those of
-:class:`distgemm.runtime.cuda.order.CallOrder` ("in line"), or the same ones where the next kernel does not wait for the
-record ("leaf"). Graphs are replayed in a random order in each round, and the times are medians. The command also checks
-that calls on two streams, eager and replayed, follow one another.
+The calls are all-reduces of few tokens: unfused programs, and a per-tile kernel. They have no nodes for their order
+("none"), those of :class:`distgemm.runtime.cuda.order.CallOrder` ("in line"), or the same ones where the next kernel
+does not wait for the record ("leaf"). A graph has several calls, one behind the other. Each rank also checks that calls
+on two streams, eager and replayed, follow one another.
 """
 
 from __future__ import annotations
@@ -14,18 +13,28 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from cuda.bindings import runtime
+from rich.console import Console
+from rich.table import Table
 
+import distgemm
 from distgemm.gemm.cuda_errors import raise_on
+from distgemm.measure.operation import Method, Operation, executable_method
+from distgemm.measure.timing import measure
+from distgemm.runtime.cuda import order as orders
 from distgemm.runtime.cuda.order import CallOrder
+from distgemm.runtime.launch import launch
+from distgemm.runtime.unfused import COLLECTIVES, UnfusedExecutable
 
-SHAPES = [(1, 4096, 4096), (16, 8192, 8192), (64, 8192, 28672)]
-"""Rows, n and k of a GEMM."""
-CALLS, ROUNDS = 40, 30
+SHAPES = [(4, 4096, 4096), (16, 8192, 8192), (64, 8192, 28672)]
+"""m, n and k of the products over all ranks."""
+ROUNDS = 7
 
 
 class NoOrder(CallOrder):
@@ -39,14 +48,13 @@ class NoOrder(CallOrder):
 class LeafOrder(CallOrder):
     """What follows a captured call does not wait for the node that records its end."""
 
-    _record: tuple[int, object] = -1, None
+    _record: tuple[int, Any] = -1, None
 
     def end_captured(self, stream: int) -> None:
         _, number, graph, ends, *_ = raise_on(runtime.cudaStreamGetCaptureInfo(stream))
         before = [self._record[1]] if self._record[0] == number else []
-        (node,) = raise_on(
-            runtime.cudaGraphAddEventRecordNode(graph, [*ends, *before], len(ends) + len(before), self._ended)
-        )
+        behind = [*ends, *before]
+        (node,) = raise_on(runtime.cudaGraphAddEventRecordNode(graph, behind, len(behind), self._ended))
         self._record = number, node
         (inner,) = raise_on(runtime.cudaEventCreateWithFlags(runtime.cudaEventDisableTiming))
         raise_on(runtime.cudaEventRecord(inner, stream))
@@ -59,39 +67,15 @@ class LeafOrder(CallOrder):
 ORDERS: dict[str, type[CallOrder]] = {"none": NoOrder, "in line": CallOrder, "leaf": LeafOrder}
 
 
-def graph_of(order: CallOrder, a: torch.Tensor, b: torch.Tensor, d: torch.Tensor) -> torch.cuda.CUDAGraph:
-    """A graph of calls."""
-    graph = torch.cuda.CUDAGraph()
-    torch.mm(a, b.t(), out=d)  # cuBLAS takes its memory
-    with torch.cuda.graph(graph):
-        stream = torch.cuda.current_stream().cuda_stream
-        for _ in range(CALLS):
-            order.begin_captured(stream)
-            torch.mm(a, b.t(), out=d)
-            order.end_captured(stream)
-            a.mul_(1.0)
-    return graph
-
-
-def times_of(m: int, n: int, k: int) -> dict[str, float]:
-    """Microseconds of a call and of the kernel behind it, by order."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    a, b = (torch.randn(rows, k, device=device).bfloat16() for rows in (m, n))
-    d = a.new_empty(m, n)
-    graphs = {name: graph_of(order(device), a, b, d) for name, order in ORDERS.items()}
-    found: dict[str, list[float]] = {name: [] for name in graphs}
-    rng = random.Random(m)
-    for _ in range(ROUNDS):
-        for name in rng.sample(list(graphs), len(graphs)):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            graphs[name].replay()
-            start.record()
-            graphs[name].replay()
-            graphs[name].replay()
-            end.record()
-            end.synchronize()
-            found[name].append(start.elapsed_time(end) * 1e3 / CALLS / 2)
-    return {name: statistics.median(each) for name, each in found.items()}
+def methods_of(operation: Operation, name: str) -> list[Method]:
+    """All programs, with an order of their own."""
+    problem, group = operation.problem, operation.group
+    with mock.patch.object(orders, "CallOrder", ORDERS[name]), mock.patch.dict(orders._ORDERS, clear=True):
+        made: dict[str, Any] = {
+            one: UnfusedExecutable(problem, "gemm+ar", group, collective=one) for one in COLLECTIVES
+        }
+        made["per-tile"] = distgemm.compile(problem, "all_reduce_1d_one_shot_a", group=group, execution="per_tile")
+    return [executable_method(operation, f"{program}, {name}", exe) for program, exe in made.items()]
 
 
 def out_of_order(made: type[CallOrder], rounds: int = 200) -> int:
@@ -131,18 +115,35 @@ def out_of_order(made: type[CallOrder], rounds: int = 200) -> int:
     return wrong
 
 
+def rank_main() -> dict[str, Any]:
+    """The times of calls in us, by shape and method; and the rounds out of order, by order."""
+    group = dist.group.WORLD
+    assert group is not None
+    device = torch.device("cuda", torch.cuda.current_device())
+    rows = []
+    for m, n, k in SHAPES:
+        operation = Operation(distgemm.GemmProblem(m, n, k), "gemm+ar", group, device)
+        methods = [method for name in ORDERS for method in methods_of(operation, name)]
+        ms = measure(operation, methods, ROUNDS)
+        rows.append({"m": m, "n": n, "k": k, "us": {name: round(each * 1e3, 2) for name, each in ms.items()}})
+    return {"rows": rows, "out_of_order": {name: out_of_order(made) for name, made in ORDERS.items()}}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, help="ranks to run, one on each GPU [default: %(default)s]")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the times to this file")
     args = parser.parse_args()
-    rows = [{"m": m, "n": n, "k": k, "us": times_of(m, n, k)} for m, n, k in SHAPES]
-    for row in rows:
-        print(*(f"{row[name]:>6}" for name in "mnk"), {name: round(us, 2) for name, us in row["us"].items()})
-    wrong = {name: out_of_order(order) for name, order in ORDERS.items()}
-    print("rounds out of order:", wrong)
+    found = launch(rank_main, args.ranks, backend="nccl", timeout=300)[0]
+    table = Table("program", *(f"{row['m']} x {row['n']} x {row['k']}" for row in found["rows"]), title="us of a call")
+    for name in found["rows"][0]["us"]:
+        table.add_row(name, *(f"{row['us'][name]:.1f}" for row in found["rows"]))
+    console = Console(width=120)
+    console.print(table)
+    console.print("rounds out of order:", found["out_of_order"])
     if args.json:
-        about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-        args.json.write_text(json.dumps(about | {"rows": rows, "out_of_order": wrong}, indent=1) + "\n")
+        about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "ranks": args.ranks}
+        args.json.write_text(json.dumps(about | found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
