@@ -124,7 +124,7 @@ def test_graphs_keep_the_buffers_that_they_use(capturing: bool, monkeypatch: pyt
     whole = exe._buffers["whole"].untyped_storage().data_ptr()
     assert seen == ["ieee"] * 2 and [each.data_ptr() for each in kept.values()] == [whole] * capturing
     kind = "_captured" * capturing
-    assert [call[0] for call in order.method_calls] == ["raise_if_occupied", f"begin{kind}", f"end{kind}"] * 2
+    assert [call[0] for call in order.method_calls] == ["issuing", f"begin{kind}", f"end{kind}"] * 2
     exe.release()
     assert not kept
 
