@@ -877,6 +877,7 @@ def watched_of(workspace: EpochWorkspace) -> Any:
     watched.workspace, watched.store, watched.lock, watched.under_way = workspace, SimpleNamespace(), RLock(), None
     watched.pending, watched.free_events, watched.ended, watched.failure = deque(), deque(), 0, None
     watched.warned, watched.failed, watched.last_change, watched.informed = False, False, (None, 0.0), set()
+    watched.failing_since = None
     watched.read_flags = lambda: workspace.watched_memory().numpy().tobytes()
     watched.use_own_context = lambda: None
     watched.store.set, watched.stream = lambda *_: None, None

@@ -73,6 +73,7 @@ def watched_without_gpu(workspace: Any, values: torch.Tensor) -> Any:
     watched.workspace, watched.store, watched.lock, watched.under_way = workspace, None, Lock(), None
     watched.pending, watched.free_events, watched.ended, watched.failure = deque(), deque(), 0, None
     watched.warned, watched.failed, watched.last_change, watched.informed = False, False, (None, 0.0), set()
+    watched.failing_since = None
     watched.read_flags = lambda: content(values)
     watched.use_own_context = lambda: None
     return watched
@@ -204,6 +205,53 @@ def test_a_rank_whose_call_failed_tells_the_others(monkeypatch: pytest.MonkeyPat
     watched.failure = None  # as _die leaves it
     dog._look_at_all()
     assert len(died) == 1
+
+
+def test_looks_that_fail_are_repeated(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    workspace = Machine(2, 256).workspaces[0]
+    workspace.memory = torch.empty(0)
+    watched = watched_without_gpu(workspace, torch.zeros(0))
+    now, looks, broken = [0.0], list[float](), [True]
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
+    dog = Watchdog()
+    dog.watched[workspace] = watched
+
+    def look(watched: Any) -> None:
+        looks.append(now[0])
+        if broken[0]:
+            raise ConnectionError("the store does not answer")
+
+    monkeypatch.setattr(dog, "look", look)
+
+    def look_until(end: float) -> None:
+        while now[0] < end:
+            now[0] += 1
+            dog._look_at_all()
+
+    look_until(30)
+    assert looks[-1] == 30 and [record.levelname for record in caplog.records] == ["WARNING"]
+    broken[0] = False
+    look_until(31)
+    broken[0] = True
+    look_until(61)
+    assert not watched.failed
+    look_until(100)
+    assert watched.failed and looks[-1] == 62
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING", "ERROR"]
+    assert "no longer notices hangs" in caplog.records[-1].message
+
+
+def test_a_failure_while_a_workspace_ends_is_the_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has been done must not be done twice."""
+    workspace = Machine(2, 256).workspaces[0]
+    workspace.memory = torch.empty(0)
+    watched = watched_without_gpu(workspace, torch.zeros(0))
+    watched.give_up("a kernel does not start")
+    dog = Watchdog()
+    monkeypatch.setattr(dog, "_die", lambda *_, first: 1 / 0)
+    dog.watched[workspace] = watched
+    dog._look_at_all()
+    assert watched.failed
 
 
 def test_an_error_goes_to_the_thread_whose_step_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,8 @@ GONE_AFTER_S = 3.0
 """Time without a change after which a rank that others wait for is looked for."""
 ANSWER_TIMEOUT_S = 5.0
 """Time for other ranks to answer that they know, before flags are set in their place."""
+RETRY_S = 30.0
+"""Time for which looks may fail, such as while the store does not answer, before a workspace is no longer looked at."""
 FREE_TIMEOUT_S = 30.0
 """Time for calls to end. In its second half, flags are set in the place of all other ranks."""
 FREE_INTERVAL_S = 1e-3
@@ -134,11 +136,17 @@ class Watchdog:
                 continue
             try:
                 self.look(watched)
+                watched.failing_since = None
             except Exception:
                 if workspace.memory is None:
                     continue  # closed meanwhile
-                watched.failed = True
-                LOG.exception("distgemm's watchdog failed: it no longer notices hangs on this workspace")
+                now = time.monotonic()
+                if watched.failing_since is None:
+                    watched.failing_since = now
+                    LOG.warning("distgemm's watchdog failed to look at a workspace, and tries again", exc_info=True)
+                if workspace.dead is not None or now - watched.failing_since >= RETRY_S:
+                    watched.failed = True
+                    LOG.exception("distgemm's watchdog failed: it no longer notices hangs on this workspace")
 
     def look(self, watched: WatchedWorkspace) -> None:
         """Look at one workspace, and end what is stuck."""

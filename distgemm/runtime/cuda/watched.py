@@ -102,6 +102,7 @@ class WatchedWorkspace:
         self.owner = threading.main_thread().ident or 0
         self.informed: set[int] = set()
         self.failed = self.warned = self.gave_up = False
+        self.failing_since: float | None = None  # when the looks began to fail, if the last one has
         self.failure: str | None = None
         self.last_change: tuple[Any, float] = None, 0.0  # flags and ended calls, and when they last changed
         self.under_way: WatchedExecutable | None = None
