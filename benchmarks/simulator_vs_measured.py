@@ -25,6 +25,7 @@ from rich.table import Table
 
 from distgemm import GemmProblem, make_plan
 from distgemm.bench.choices import UNFUSED_PROGRAMS
+from distgemm.bench.report import AUTO, OURS
 from distgemm.simulator import predict_unfused, simulate
 from distgemm.simulator.machine import Machine
 from distgemm.tune import TunedConfig
@@ -248,7 +249,7 @@ def executions(machine: Machine, files: Sequence[Path]) -> list[Row]:
             if name in UNFUSED:
                 predicted = predict_unfused(product, machine, case["pattern"], ranks, UNFUSED[name])
                 rows.append(Row(ranks, op, UNFUSED[name], measured, predicted / 1e3))
-            elif method["kind"] == "distgemm" and "per_tile" not in name:
+            elif method["kind"] == OURS and name != AUTO and "per_tile" not in name:
                 config = TunedConfig.parse(name)
                 how = "stores" if ("mechanism", "store") in config.options else "copies"
                 plan, streams = config.plan(product, ranks), config.execution.gemm_streams
