@@ -304,37 +304,40 @@ def order_of_streams(rounds: int) -> list[str]:
     """Whether calls on two streams, eager and in graphs, follow one another as CallOrder says. It needs one rank."""
     device = torch.device("cuda", torch.cuda.current_device())
     order, failures = CallOrder(device), []
-    x = torch.zeros((), device=device)
+    x = torch.zeros((), dtype=torch.int64, device=device)
     streams = [torch.cuda.Stream() for _ in range(2)]
 
-    def call(value: float, captured: bool = False) -> None:
+    def call(digit: str, captured: bool = False) -> None:
         stream = torch.cuda.current_stream().cuda_stream
         (order.begin_captured if captured else order.begin)(stream)
         torch.cuda._sleep(4_000_000)  # about 2 ms
-        x.mul_(10).add_(value)
+        x.mul_(10).add_(int(digit))
         (order.end_captured if captured else order.end)(stream)
 
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(streams[0]):
-        graph.capture_begin(capture_error_mode="thread_local")
-        call(1.0, captured=True)
-        graph.capture_end()
+    graphs = {}
+    for digits in ("1", "12", "121"):  # one, two and three calls
+        graphs[digits] = graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(streams[0]):
+            graph.capture_begin(capture_error_mode="thread_local")
+            for digit in digits:
+                call(digit, captured=True)
+            graph.capture_end()
     torch.cuda.synchronize()
     rng = random.Random(0)
     for number in range(rounds):
         x.zero_()
         torch.cuda.synchronize()
-        wanted = 0.0
+        wanted = ""
         for _ in range(6):
-            value = float(rng.randrange(1, 3))
+            digits = rng.choice([*graphs, "3"])
             with torch.cuda.stream(streams[rng.randrange(2)]):
-                if value == 1.0:
-                    graph.replay()
+                if digits in graphs:
+                    graphs[digits].replay()
                 else:
-                    call(value)
-            wanted = wanted * 10 + value
+                    call(digits)
+            wanted += digits
         torch.cuda.synchronize()
-        if x.item() != wanted:
+        if x.item() != int(wanted):
             failures.append(f"round {number}: {x.item()} instead of {wanted}")
     return failures
 

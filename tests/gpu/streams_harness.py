@@ -245,7 +245,7 @@ class Job:
     def eager(self, rank: int, chosen: int) -> None:
         """A call that takes no graph, even if there is one."""
         made = self.executables[rank]
-        stream = torch._C._cuda_getCurrentRawStream(made.device.index or 0)
+        stream = made._current_stream()
         with made._order.issuing():
             made._put_eager(self.bind(rank, chosen), stream)
 

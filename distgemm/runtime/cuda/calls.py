@@ -201,7 +201,7 @@ class GpuExecutable(ABC):
         if out is None:
             out = self._new_out()
         tensors = (a_shard, b_shard, c_shard, bias, scale_a, scale_b, out, gathered)
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        stream = self._current_stream()
         with self._order.issuing():
             if torch.cuda.is_current_stream_capturing():
                 self._put_captured_call(tensors, alpha, beta, stream)
@@ -209,6 +209,9 @@ class GpuExecutable(ABC):
                 self._put_call(tensors, alpha, beta, stream)
                 self._watched.issued(self, weakref.ref(out), stream)
         return out
+
+    def _current_stream(self) -> int:
+        return int(torch._C._cuda_getCurrentRawStream(self._index))
 
     def _new_out(self) -> Tensor:
         return torch.empty(self._shape_of_d, dtype=self._dtype_of_d, device=self.device)
@@ -251,7 +254,7 @@ class PreparedCall:
         executable = self._executable
         executable.raise_if_dead()
         check_gradients(executable.rank, *self._tensors)
-        stream = torch._C._cuda_getCurrentRawStream(executable._index)
+        stream = executable._current_stream()
         with executable._order.issuing():
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(

@@ -252,9 +252,6 @@ class CudaExecutable(GpuExecutable):
                     (self._order.end_captured if captured else self._order.end)(stream)
         note()
 
-    def _current_stream(self) -> int:
-        return int(torch._C._cuda_getCurrentRawStream(self._index))
-
     def capture(self, a_shard: Tensor, b_shard: Tensor, c_shard: Tensor | None = None, **options: Any) -> Replay:
         """A graph of one call on these tensors, to be replayed any number of times.
 

@@ -73,13 +73,16 @@ class CallOrder:
 
     def end_captured(self, stream: int) -> None:
         """:meth:`end` for a stream that is captured: each replay of the graph records the event."""
-        raise_on(runtime.cudaEventRecordWithFlags(self._ended, stream, runtime.cudaEventRecordExternal))
+        self._record_captured(stream)
         (inner,) = raise_on(runtime.cudaEventCreateWithFlags(runtime.cudaEventDisableTiming))
         raise_on(runtime.cudaEventRecord(inner, stream))
         if self._captured is not None:
             raise_on(runtime.cudaEventDestroy(self._captured[1]))
         self._captured = _capture_id(stream), inner
         self._in_graphs = True
+
+    def _record_captured(self, stream: int) -> None:
+        raise_on(runtime.cudaEventRecordWithFlags(self._ended, stream, runtime.cudaEventRecordExternal))
 
 
 def _capture_id(stream: int) -> int:
