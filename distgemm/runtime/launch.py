@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import json
 import multiprocessing
 import os
@@ -24,6 +25,7 @@ from typing import Any, Literal, NoReturn, get_args
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # imported later, its functions would keep the default group as an argument's default
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.spawn import start_processes
 
@@ -92,6 +94,9 @@ def init_from_env(backend: Backend = "gloo", timeout: float = LAUNCH_TIMEOUT_S) 
         _variable("MASTER_PORT", 0, 2**16 - 1)
         local_rank = _variable("LOCAL_RANK", 0, rank) if "LOCAL_RANK" in os.environ else rank
         _init(backend, rank, world_size, local_rank, "env://", timeout)
+        # A thread of gloo that drops a tensor of Python while the interpreter ends aborts the process (PyTorch issue
+        # 190489). A group ends its threads once nothing refers to it, but meshes of torch are cycles.
+        atexit.register(gc.collect)
     return dist.get_rank()
 
 

@@ -70,8 +70,10 @@ def on_two_hosts(program: Path) -> str:
 @pytest.mark.sample(0)  # many launches
 def test_two_commands_start_two_hosts() -> None:
     # Ranks share a file, so a line may begin before another one's end.
-    lines = sorted(re.findall(r"\d:\d:right:\d", on_two_hosts(HOSTS_PROGRAM)))
+    found = on_two_hosts(HOSTS_PROGRAM)
+    lines = sorted(re.findall(r"\d:\d:right:\d", found))
     assert lines == [f"{host}:{rank}:right:1" for host in range(2) for rank in range(2)]
+    assert re.findall(r"left:(\d)", found) == ["0"] * 4
 
 
 @pytest.mark.sample(0)  # many launches

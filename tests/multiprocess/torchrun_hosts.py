@@ -1,9 +1,14 @@
-"""A program for torchrun on several hosts: one product, compared with numpy. Each rank prints its host and "right"."""
+"""A program for torchrun on several hosts: one product, compared with numpy.
+
+Each rank prints its host and "right", and when the interpreter ends, how many threads of gloo are left.
+"""
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import signal
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,7 +18,14 @@ import distgemm
 from distgemm.runtime.launch import mesh_from_env
 
 
+def print_threads() -> None:
+    """A thread of gloo can abort a process whose interpreter ends."""
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    print(f"left:{sum(name.startswith('pt_gloo') for name in names)}")
+
+
 def main() -> None:
+    atexit.register(print_threads)  # before what distgemm registers, so it is called behind that
     faulthandler.register(signal.SIGTERM, chain=True)  # what a rank waited for when its test took too long
     mesh = mesh_from_env("gloo")
     hosts, ranks = mesh.shape
