@@ -4,7 +4,8 @@
 
 The calls are all-reduces of few tokens: unfused programs, and a per-tile kernel. They have no nodes for their order
 ("none"), those of :class:`distgemm.runtime.cuda.order.CallOrder` ("in line"), or the same ones where the next kernel
-does not wait for the record ("leaf"). A graph has several calls, one behind the other.
+does not wait for the record: one for each call ("leaves"), or one for the graph ("leaf"). A graph has several calls,
+one behind the other.
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ SHAPES = [(4, 4096, 4096), (16, 8192, 8192), (64, 8192, 28672)]
 ROUNDS = 7
 
 
+# CUDA 12 has other functions of the names without _v2.
+_ADD: Any = getattr(runtime, "cudaGraphAddDependencies_v2", runtime.cudaGraphAddDependencies)
+_REMOVE: Any = getattr(runtime, "cudaGraphRemoveDependencies_v2", runtime.cudaGraphRemoveDependencies)
+
+
 class NoOrder(CallOrder):
     """No nodes."""
 
@@ -43,8 +49,8 @@ class NoOrder(CallOrder):
     def end_captured(self, stream: int) -> None: ...
 
 
-class LeafOrder(CallOrder):
-    """What follows a captured call does not wait for the node that records its end."""
+class LeavesOrder(CallOrder):
+    """What follows a captured call does not wait for the node that records its end. Each call has such a node."""
 
     _record: tuple[int, Any] = -1, None
 
@@ -56,7 +62,26 @@ class LeafOrder(CallOrder):
         self._record = number, node
 
 
-ORDERS: dict[str, type[CallOrder]] = {"none": NoOrder, "in line": CallOrder, "leaf": LeafOrder}
+class LeafOrder(CallOrder):
+    """A graph has one node that records the end of its last call, and no other node waits for it.
+
+    CUDA allows to change dependencies of a graph while it is captured, and nodes that no stream waits for.
+    """
+
+    _record: tuple[int, Any, list[Any]] = -1, None, []  # the capture's id, the node, and what the node waits for
+
+    def _record_captured(self, stream: int) -> None:
+        _, number, graph, ends, *_ = raise_on(runtime.cudaStreamGetCaptureInfo(stream))
+        if number == self._record[0]:
+            _, node, before = self._record  # this call is behind that one
+            raise_on(_REMOVE(graph, before, [node] * len(before), None, len(before)))
+            raise_on(_ADD(graph, ends, [node] * len(ends), None, len(ends)))
+        else:
+            (node,) = raise_on(runtime.cudaGraphAddEventRecordNode(graph, ends, len(ends), self._ended))
+        self._record = number, node, list(ends)
+
+
+ORDERS: dict[str, type[CallOrder]] = {"none": NoOrder, "in line": CallOrder, "leaves": LeavesOrder, "leaf": LeafOrder}
 
 
 def methods_of(operation: Operation, name: str) -> list[Method]:

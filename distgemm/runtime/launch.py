@@ -25,7 +25,7 @@ from typing import Any, Literal, NoReturn, get_args
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported later, its functions would keep the default group as an argument's default
+import torch.distributed.nn  # noqa: F401, imported later it would keep the default group in its functions' defaults
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.spawn import start_processes
 
