@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import nullcontext
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from distgemm.runtime.cuda import order
 from distgemm.runtime.cuda.order import CallOrder, call_order
+from tests.unit.stream_model import Graph, Streams
 
 
 @pytest.fixture
@@ -31,9 +35,13 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls["cudaStreamGetCaptureInfo"] = lambda stream: (done, active, stream // 10)
     for name, value in calls.items():
         monkeypatch.setattr(runtime, name, value)
+    without_gpu(monkeypatch)
+    return found
+
+
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    return found
 
 
 def call(made: CallOrder, stream: int) -> None:
@@ -76,3 +84,107 @@ def test_a_device_has_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(order, "CallOrder", lambda device: SimpleNamespace(device=device))
     first, again, other = (call_order(torch.device("cuda", index)) for index in (0, 0, 1))
     assert first is again is not other
+
+
+class Program:
+    """Calls in a random order: eager ones on three streams, and replays of graphs, in which two streams make calls.
+
+    Attributes:
+        calls: the nodes of each call, in the order in which the calls were issued.
+    """
+
+    def __init__(self, of: type[CallOrder], seed: int) -> None:
+        self.rng, self.streams, self.calls = random.Random(seed), Streams(), list[list[int]]()
+        self.own = 0  # work that is no part of a call
+        with patch.object(order, "runtime", self.streams_as_runtime()):
+            self.order = of(torch.device("cpu"))
+            graphs: list[tuple[Graph, int]] = []
+            for _ in range(12):
+                if self.rng.random() < 0.3:
+                    graphs.append(self._capture(100 + 2 * len(graphs)))
+                elif graphs and self.rng.random() < 0.6:
+                    graph, calls = self.rng.choice(graphs)
+                    self._note(calls, lambda stream, graph=graph: self.streams.launch(graph, stream))
+                else:
+                    self._note(1, lambda stream: self._call(stream, 0))
+
+    def streams_as_runtime(self) -> Any:
+        """The runtime's constants, and functions of the model."""
+        return SimpleNamespace(**{**vars(order.runtime), **self.streams.functions()})
+
+    def overlaps(self) -> list[int]:
+        """The calls that need not have ended before the next one begins."""
+        return [
+            number
+            for number, (nodes, following) in enumerate(pairwise(self.calls))
+            if not all(self.streams.is_before(node, other) for node in nodes for other in following)
+        ]
+
+    def _note(self, calls: int, issue: Any) -> None:
+        issued = len(self.streams.work)
+        stream = self.rng.randrange(3)
+        self._work(stream)
+        issue(stream)
+        found = self.streams.work[issued:]
+        self.calls += [[node for label, node in found if label == call] for call in range(calls)]
+
+    def _capture(self, stream: int) -> tuple[Graph, int]:
+        graph, calls = self.streams.begin_capture(stream), self.rng.randint(1, 4)
+        self._work(stream)
+        self.streams.join(stream + 1, stream)
+        for call in range(calls):
+            on = stream + self.rng.randrange(2)
+            self._work(on)
+            self._call(on, call)
+        self.streams.join(stream, stream + 1)
+        self.streams.end_capture(graph)
+        return graph, calls
+
+    def _call(self, stream: int, label: int) -> None:
+        captured = stream >= 100
+        (self.order.begin_captured if captured else self.order.begin)(stream)
+        for _ in range(self.rng.randint(1, 3)):
+            self.streams.compute(stream, label)
+        (self.order.end_captured if captured else self.order.end)(stream)
+
+    def _work(self, stream: int) -> None:
+        if self.rng.random() < 0.5:
+            self.streams.compute(stream, "own")
+
+
+class Unawaited(CallOrder):
+    """Calls that are no part of a graph wait only for calls on other streams that were no part of one either."""
+
+    def begin(self, stream: int) -> None:
+        self._in_graphs = False
+        super().begin(stream)
+
+
+class Unrecorded(CallOrder):
+    """Replays do not record their ends."""
+
+    def _record_captured(self, stream: int) -> None: ...
+
+
+class Unordered(CallOrder):
+    """Calls of one graph do not wait for each other."""
+
+    def begin_captured(self, stream: int) -> None:
+        self._captured = None
+        super().begin_captured(stream)
+
+
+PROGRAMS = 300
+
+
+def test_each_call_waits_for_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_gpu(monkeypatch)
+    programs = [Program(CallOrder, seed) for seed in range(PROGRAMS)]
+    assert [program.overlaps() for program in programs] == [[]] * PROGRAMS
+    assert sum(len(program.calls) for program in programs) > 8 * PROGRAMS
+
+
+@pytest.mark.parametrize("broken", [Unawaited, Unrecorded, Unordered])
+def test_a_broken_order_is_found(monkeypatch: pytest.MonkeyPatch, broken: type[CallOrder]) -> None:
+    without_gpu(monkeypatch)
+    assert sum(bool(Program(broken, seed).overlaps()) for seed in range(PROGRAMS)) > PROGRAMS // 10
