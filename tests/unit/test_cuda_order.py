@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from contextlib import nullcontext
 from itertools import pairwise
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from distgemm.runtime.cuda import order
-from distgemm.runtime.cuda.order import CallOrder, call_order
+from distgemm.runtime.cuda.order import MAX_CAPTURES, CallOrder, call_order
 from tests.unit.stream_model import Graph, Streams
 
 
@@ -22,15 +23,15 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is asked of CUDA, in order. Streams 10 and up are captured, streams of one ten by one capture."""
     found: list[Any] = []
     runtime = order.runtime
-    events = iter(range(100, 200))
+    events = itertools.count(100)
     done = runtime.cudaError_t.cudaSuccess
 
     def note(name: str) -> Any:
         return lambda *arguments: found.append((name, *arguments)) or (done,)
 
     calls = {name: note(name) for name in ("cudaStreamWaitEvent", "cudaEventRecord", "cudaEventRecordWithFlags")}
-    calls["cudaEventDestroy"] = lambda event: (done,)
-    calls["cudaEventCreateWithFlags"] = lambda flags: (done, next(events))
+    calls["cudaEventDestroy"] = note("cudaEventDestroy")
+    calls["cudaEventCreateWithFlags"] = lambda flags: note("create")(event := next(events)) + (event,)
     active = runtime.cudaStreamCaptureStatus.cudaStreamCaptureStatusActive
     calls["cudaStreamGetCaptureInfo"] = lambda stream: (done, active, stream // 10)
     for name, value in calls.items():
@@ -79,6 +80,16 @@ def test_replays_of_captured_calls_keep_the_order(noted: list[Any]) -> None:
     assert noted[0] == ("cudaStreamWaitEvent", 1, 100, 0)
 
 
+def test_events_of_captures_do_not_add_up(noted: list[Any]) -> None:
+    made = CallOrder(torch.device("cpu"))
+    for stream in [*range(10, 10 + 30 * MAX_CAPTURES, 10), *range(10, 10 + 30 * MAX_CAPTURES)]:
+        call(made, stream)
+    created, destroyed = (
+        [event for name, event, *_ in noted if name == each] for each in ("create", "cudaEventDestroy")
+    )
+    assert len(set(destroyed)) == len(destroyed) and len(created) - len(destroyed) == 1 + MAX_CAPTURES
+
+
 def test_a_device_has_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(order, "_ORDERS", {})
     monkeypatch.setattr(order, "CallOrder", lambda device: SimpleNamespace(device=device))
@@ -101,7 +112,7 @@ class Program:
             graphs: list[tuple[Graph, int]] = []
             for _ in range(12):
                 if self.rng.random() < 0.3:
-                    graphs.append(self._capture(100 + 2 * len(graphs)))
+                    graphs += self._capture(100 + 2 * len(graphs))
                 elif graphs and self.rng.random() < 0.6:
                     graph, calls = self.rng.choice(graphs)
                     self._note(calls, lambda stream, graph=graph: self.streams.launch(graph, stream))
@@ -128,17 +139,22 @@ class Program:
         found = self.streams.work[issued:]
         self.calls += [[node for label, node in found if label == call] for call in range(calls)]
 
-    def _capture(self, stream: int) -> tuple[Graph, int]:
-        graph, calls = self.streams.begin_capture(stream), self.rng.randint(1, 4)
-        self._work(stream)
-        self.streams.join(stream + 1, stream)
-        for call in range(calls):
+    def _capture(self, first: int) -> list[tuple[Graph, int]]:
+        """One or two graphs at the same time, and how many calls they have."""
+        streams = [first, first + 2][: self.rng.randint(1, 2)]
+        graphs, calls = {stream: self.streams.begin_capture(stream) for stream in streams}, dict.fromkeys(streams, 0)
+        for stream in streams:
+            self._work(stream)
+            self.streams.join(stream + 1, stream)
+        for stream in self.rng.choices(streams, k=self.rng.randint(1, 6)):
             on = stream + self.rng.randrange(2)
             self._work(on)
-            self._call(on, call)
-        self.streams.join(stream, stream + 1)
-        self.streams.end_capture(graph)
-        return graph, calls
+            self._call(on, calls[stream])
+            calls[stream] += 1
+        for stream, graph in graphs.items():
+            self.streams.join(stream, stream + 1)
+            self.streams.end_capture(graph)
+        return [(graph, calls[stream]) for stream, graph in graphs.items()]
 
     def _call(self, stream: int, label: int) -> None:
         captured = stream >= 100
@@ -170,7 +186,7 @@ class Unordered(CallOrder):
     """Calls of one graph do not wait for each other."""
 
     def begin_captured(self, stream: int) -> None:
-        self._captured = None
+        self._captured.clear()
         super().begin_captured(stream)
 
 

@@ -21,6 +21,9 @@ from distgemm.gemm.cuda_errors import raise_on
 
 __all__ = ["CallOrder", "call_order"]
 
+MAX_CAPTURES = 16
+"""Captures whose last call is known: nobody says when a capture ends. Few are under way at the same time."""
+
 
 class CallOrder:
     """The order of the calls on one device.
@@ -40,7 +43,7 @@ class CallOrder:
             (self._ended,) = raise_on(runtime.cudaEventCreateWithFlags(runtime.cudaEventDisableTiming))
         self._stream: int | None = None  # of the last call that was no part of a capture
         self._in_graphs = False  # whether replays of captured graphs record the event, on streams nobody knows
-        self._captured: tuple[int, Any] | None = None  # the last capture's id, and the end of the last call in it
+        self._captured: dict[int, Any] = {}  # by the id of a capture, the end of the last call in it
 
     @contextmanager
     def issuing(self) -> Iterator[None]:
@@ -66,8 +69,9 @@ class CallOrder:
 
     def begin_captured(self, stream: int) -> None:
         """:meth:`begin` for a stream that is captured: each replay of the graph waits for the last call before it."""
-        if self._captured is not None and self._captured[0] == _capture_id(stream):
-            raise_on(runtime.cudaStreamWaitEvent(stream, self._captured[1], runtime.cudaEventWaitDefault))
+        earlier = self._captured.get(_capture_id(stream))
+        if earlier is not None:
+            raise_on(runtime.cudaStreamWaitEvent(stream, earlier, runtime.cudaEventWaitDefault))
         else:
             raise_on(runtime.cudaStreamWaitEvent(stream, self._ended, runtime.cudaEventWaitExternal))
 
@@ -76,9 +80,13 @@ class CallOrder:
         self._record_captured(stream)
         (inner,) = raise_on(runtime.cudaEventCreateWithFlags(runtime.cudaEventDisableTiming))
         raise_on(runtime.cudaEventRecord(inner, stream))
-        if self._captured is not None:
-            raise_on(runtime.cudaEventDestroy(self._captured[1]))
-        self._captured = _capture_id(stream), inner
+        number = _capture_id(stream)
+        dropped = self._captured.pop(number, None)
+        if len(self._captured) == MAX_CAPTURES:
+            dropped = self._captured.pop(next(iter(self._captured)))  # the first one
+        if dropped is not None:
+            raise_on(runtime.cudaEventDestroy(dropped))
+        self._captured[number] = inner
         self._in_graphs = True
 
     def _record_captured(self, stream: int) -> None:
