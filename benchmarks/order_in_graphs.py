@@ -3,9 +3,8 @@
     python benchmarks/order_in_graphs.py --ranks 2 --json FILE
 
 The calls are all-reduces of few tokens: unfused programs, and a per-tile kernel. They have no nodes for their order
-("none"), those of :class:`distgemm.runtime.cuda.order.CallOrder` ("in line"), or the same ones where the next kernel
-does not wait for the record: one for each call ("leaves"), or one for the graph ("leaf"). A graph has several calls,
-one behind the other.
+("none"), those of :class:`distgemm.runtime.cuda.order.CallOrder` ("in line"), or one record for the whole graph, for
+which no kernel waits ("leaf"). A graph has several calls, one behind the other.
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from cuda.bindings import runtime
 from rich.console import Console
 from rich.table import Table
 
@@ -36,11 +34,6 @@ SHAPES = [(4, 4096, 4096), (16, 8192, 8192), (64, 8192, 28672)]
 ROUNDS = 7
 
 
-# CUDA 12 has other functions of the names without _v2.
-_ADD: Any = getattr(runtime, "cudaGraphAddDependencies_v2", runtime.cudaGraphAddDependencies)
-_REMOVE: Any = getattr(runtime, "cudaGraphRemoveDependencies_v2", runtime.cudaGraphRemoveDependencies)
-
-
 class NoOrder(CallOrder):
     """No nodes."""
 
@@ -49,39 +42,57 @@ class NoOrder(CallOrder):
     def end_captured(self, stream: int) -> None: ...
 
 
-class LeavesOrder(CallOrder):
-    """What follows a captured call does not wait for the node that records its end. Each call has such a node."""
+class LastCall(NamedTuple):
+    """Of a capture: the node that records the end of its last call, and the nodes that this call ends with."""
 
-    _record: tuple[int, Any] = -1, None
-
-    def _record_captured(self, stream: int) -> None:
-        _, number, graph, ends, *_ = raise_on(runtime.cudaStreamGetCaptureInfo(stream))
-        before = [self._record[1]] if self._record[0] == number else []
-        behind = [*ends, *before]
-        (node,) = raise_on(runtime.cudaGraphAddEventRecordNode(graph, behind, len(behind), self._ended))
-        self._record = number, node
+    record: Any
+    ends: list[Any]
 
 
 class LeafOrder(CallOrder):
     """A graph has one node that records the end of its last call, and no other node waits for it.
 
-    CUDA allows to change dependencies of a graph while it is captured, and nodes that no stream waits for.
+    CUDA allows to change the dependencies of a graph while it is captured, and nodes that no stream waits for.
     """
 
-    _record: tuple[int, Any, list[Any]] = -1, None, []  # the capture's id, the node, and what the node waits for
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.last: dict[int, LastCall] = {}  # by the id of a capture
 
-    def _record_captured(self, stream: int) -> None:
-        _, number, graph, ends, *_ = raise_on(runtime.cudaStreamGetCaptureInfo(stream))
-        if number == self._record[0]:
-            _, node, before = self._record  # this call is behind that one
-            raise_on(_REMOVE(graph, before, [node] * len(before), None, len(before)))
-            raise_on(_ADD(graph, ends, [node] * len(ends), None, len(ends)))
+    def begin_captured(self, stream: int) -> None:
+        number, _, before = capture_of(stream)
+        if number in self.last:
+            behind = [end for end in self.last[number].ends if end not in before]
+            if behind:
+                raise_on(with_edges("cudaStreamUpdateCaptureDependencies")(stream, behind, None, len(behind), 0))
         else:
-            (node,) = raise_on(runtime.cudaGraphAddEventRecordNode(graph, ends, len(ends), self._ended))
-        self._record = number, node, list(ends)
+            raise_on(orders.runtime.cudaStreamWaitEvent(stream, self._ended, orders.runtime.cudaEventWaitExternal))
+
+    def end_captured(self, stream: int) -> None:
+        number, graph, ends = capture_of(stream)
+        last = self.last.get(number)
+        if last is None:
+            (record,) = raise_on(orders.runtime.cudaGraphAddEventRecordNode(graph, ends, len(ends), self._ended))
+        else:  # its ends are behind those of the last call
+            record = last.record
+            for name, of in (("cudaGraphRemoveDependencies", last.ends), ("cudaGraphAddDependencies", ends)):
+                raise_on(with_edges(name)(graph, of, [record] * len(of), None, len(of)))
+        self.last[number] = LastCall(record, ends)
+        self._in_graphs = True
 
 
-ORDERS: dict[str, type[CallOrder]] = {"none": NoOrder, "in line": CallOrder, "leaves": LeavesOrder, "leaf": LeafOrder}
+def capture_of(stream: int) -> tuple[int, Any, list[Any]]:
+    """The capture of a stream: its id, its graph, and the nodes behind which the stream's next node comes."""
+    _, number, graph, ends, *_ = raise_on(orders.runtime.cudaStreamGetCaptureInfo(stream))
+    return int(number), graph, list(ends)
+
+
+def with_edges(name: str) -> Any:
+    """The function of the runtime that takes data of edges. Before CUDA 13 it has _v2 in its name."""
+    return getattr(orders.runtime, f"{name}_v2", None) or getattr(orders.runtime, name)
+
+
+ORDERS: dict[str, type[CallOrder]] = {"none": NoOrder, "in line": CallOrder, "leaf": LeafOrder}
 
 
 def methods_of(operation: Operation, name: str) -> list[Method]:

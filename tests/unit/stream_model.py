@@ -43,13 +43,17 @@ class Streams:
 
     Attributes:
         work: what was issued, in order: labels of work, and the numbers of their nodes.
+        events: those that exist.
+        waits: the streams that were let wait for an event while they were not captured.
     """
 
     def __init__(self) -> None:
         self.work: list[tuple[Any, int]] = []
+        self.events: set[int] = set()
+        self.waits: list[int] = []
         self._before: list[set[int]] = []  # of each node, all that ends before it begins
         self._tails: dict[int, set[int]] = {}
-        self._events = itertools.count(1000)
+        self._numbers_of_events = itertools.count(1000)
         self._records: dict[int, set[int]] = {}
         self._captures: dict[int, tuple[Graph, set[int]]] = {}  # by stream, with the stream's last nodes
         self._captured_records: dict[int, tuple[Graph, set[int]]] = {}
@@ -115,20 +119,24 @@ class Streams:
         """The functions, by their names in the runtime."""
         return {
             "cudaEventCreateWithFlags": self._create_event,
-            "cudaEventDestroy": self._destroy_event,
             "cudaEventRecord": self._record,
             "cudaEventRecordWithFlags": self._record_external,
+            "cudaEventDestroy": self._destroy_event,
             "cudaStreamWaitEvent": self._wait,
             "cudaStreamGetCaptureInfo": self._capture_info,
             "cudaGraphAddEventRecordNode": self._add_record,
             "cudaGraphAddDependencies": self._add_dependencies,
             "cudaGraphRemoveDependencies": self._remove_dependencies,
+            "cudaStreamUpdateCaptureDependencies": self._add_to_stream,
         }
 
     def _create_event(self, flags: Any) -> Any:
-        return DONE, next(self._events)
+        event = next(self._numbers_of_events)
+        self.events.add(event)
+        return DONE, event
 
     def _destroy_event(self, event: int) -> Any:
+        self.events.remove(event)
         return (DONE,)
 
     def _record(self, event: int, stream: int) -> Any:
@@ -155,6 +163,7 @@ class Streams:
             assert of is graph
             self._captures[stream] = graph, tail | ends
         else:
+            self.waits.append(stream)
             self._tails[stream] = self._tails.get(stream, set()) | self._records.get(event, set())
         return (DONE,)
 
@@ -177,4 +186,10 @@ class Streams:
         assert len(first) == len(then) == count
         for one, other in zip(first, then, strict=True):
             graph.nodes[other].behind.remove(one)
+        return (DONE,)
+
+    def _add_to_stream(self, stream: int, behind: list[int], data: None, count: int, flags: int) -> Any:
+        graph, tail = self._captures[stream]
+        assert behind and len(behind) == count and not tail & set(behind)
+        self._captures[stream] = graph, tail.union(behind)
         return (DONE,)

@@ -2,92 +2,66 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from contextlib import nullcontext
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
+from benchmarks.order_in_graphs import LeafOrder, capture_of
 from distgemm.runtime.cuda import order
 from distgemm.runtime.cuda.order import MAX_CAPTURES, CallOrder, call_order
 from tests.unit.stream_model import Graph, Streams
 
 
 @pytest.fixture
-def noted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is asked of CUDA, in order. Streams 10 and up are captured, streams of one ten by one capture."""
-    found: list[Any] = []
-    runtime = order.runtime
-    events = itertools.count(100)
-    done = runtime.cudaError_t.cudaSuccess
-
-    def note(name: str) -> Any:
-        return lambda *arguments: found.append((name, *arguments)) or (done,)
-
-    calls = {name: note(name) for name in ("cudaStreamWaitEvent", "cudaEventRecord", "cudaEventRecordWithFlags")}
-    calls["cudaEventDestroy"] = note("cudaEventDestroy")
-    calls["cudaEventCreateWithFlags"] = lambda flags: note("create")(event := next(events)) + (event,)
-    active = runtime.cudaStreamCaptureStatus.cudaStreamCaptureStatusActive
-    calls["cudaStreamGetCaptureInfo"] = lambda stream: (done, active, stream // 10)
-    for name, value in calls.items():
-        monkeypatch.setattr(runtime, name, value)
-    without_gpu(monkeypatch)
-    return found
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    return streams_of(monkeypatch)
 
 
-def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def streams_of(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    """A model that stands for the CUDA runtime."""
+    made = Streams()
+    monkeypatch.setattr(order, "runtime", SimpleNamespace(**{**vars(order.runtime), **made.functions()}))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    return made
 
 
-def call(made: CallOrder, stream: int) -> None:
-    """A call on a stream."""
-    captured = stream >= 10
-    (made.begin_captured if captured else made.begin)(stream)
-    (made.end_captured if captured else made.end)(stream)
-
-
-def test_a_call_waits_for_the_last_one_where_that_is_on_another_stream(noted: list[Any]) -> None:
+def test_a_call_waits_for_the_last_one_where_that_is_on_another_stream(streams: Streams) -> None:
     made = CallOrder(torch.device("cpu"))
     for stream in (1, 1, 2, 2, 1):
-        call(made, stream)
-    wait, record = "cudaStreamWaitEvent", "cudaEventRecord"
-    assert [(name, stream) for name, stream, *_ in noted if name == wait] == [(wait, 1), (wait, 2), (wait, 1)]
-    assert [event for name, event, *_ in noted if name == record] == [100] * 5
+        made.begin(stream)
+        made.end(stream)
+    assert streams.waits == [1, 2, 1]
 
 
-def test_replays_of_captured_calls_keep_the_order(noted: list[Any]) -> None:
+def test_nothing_waits_for_a_leaf(streams: Streams) -> None:
+    made = LeafOrder(torch.device("cpu"))
+    graph = streams.begin_capture(7)
+    for call in range(3):
+        made.begin_captured(7)
+        streams.compute(7, call)
+        made.end_captured(7)
+    assert graph.nodes == [
+        ("wait", 1000, set()),
+        ("work", 0, {0}),
+        ("record", 1000, {4}),
+        ("work", 1, {1}),
+        ("work", 2, {3}),
+    ]
+
+
+def test_what_is_kept_of_captures_is_bounded(streams: Streams) -> None:
     made = CallOrder(torch.device("cpu"))
-    call(made, 1)
-    noted.clear()
-    call(made, 10)
-    # The nodes of the graph wait for the device's event, and record it: the flag of external events is 1.
-    assert noted[0] == ("cudaStreamWaitEvent", 10, 100, 1)
-    assert ("cudaEventRecordWithFlags", 100, 10, 1) in noted
-    noted.clear()
-    call(made, 11)  # of the same capture: behind the first one, within the graph
-    assert noted[0] == ("cudaStreamWaitEvent", 11, 101, 0)
-    noted.clear()
-    call(made, 20)  # of another capture
-    assert noted[0] == ("cudaStreamWaitEvent", 20, 100, 1)
-    noted.clear()
-    call(made, 1)  # the stream of the last call, but replays may have recorded the event since
-    assert noted[0] == ("cudaStreamWaitEvent", 1, 100, 0)
-
-
-def test_events_of_captures_do_not_add_up(noted: list[Any]) -> None:
-    made = CallOrder(torch.device("cpu"))
-    for stream in [*range(10, 10 + 30 * MAX_CAPTURES, 10), *range(10, 10 + 30 * MAX_CAPTURES)]:
-        call(made, stream)
-    created, destroyed = (
-        [event for name, event, *_ in noted if name == each] for each in ("create", "cudaEventDestroy")
-    )
-    assert len(set(destroyed)) == len(destroyed) and len(created) - len(destroyed) == 1 + MAX_CAPTURES
+    for stream in range(3 * MAX_CAPTURES):
+        streams.begin_capture(stream)
+        for _ in range(2):
+            made.end_captured(stream)
+    assert len(streams.events) == 1 + MAX_CAPTURES
 
 
 def test_a_device_has_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,24 +78,18 @@ class Program:
         calls: the nodes of each call, in the order in which the calls were issued.
     """
 
-    def __init__(self, of: type[CallOrder], seed: int) -> None:
-        self.rng, self.streams, self.calls = random.Random(seed), Streams(), list[list[int]]()
-        self.own = 0  # work that is no part of a call
-        with patch.object(order, "runtime", self.streams_as_runtime()):
-            self.order = of(torch.device("cpu"))
-            graphs: list[tuple[Graph, int]] = []
-            for _ in range(12):
-                if self.rng.random() < 0.3:
-                    graphs += self._capture(100 + 2 * len(graphs))
-                elif graphs and self.rng.random() < 0.6:
-                    graph, calls = self.rng.choice(graphs)
-                    self._note(calls, lambda stream, graph=graph: self.streams.launch(graph, stream))
-                else:
-                    self._note(1, lambda stream: self._call(stream, 0))
-
-    def streams_as_runtime(self) -> Any:
-        """The runtime's constants, and functions of the model."""
-        return SimpleNamespace(**{**vars(order.runtime), **self.streams.functions()})
+    def __init__(self, of: type[CallOrder], streams: Streams, seed: int) -> None:
+        self.rng, self.streams, self.calls = random.Random(seed), streams, list[list[int]]()
+        self.order = of(torch.device("cpu"))
+        graphs: list[tuple[Graph, int]] = []
+        for _ in range(12):
+            if self.rng.random() < 0.3:
+                graphs += self._capture(100 + 2 * len(graphs))
+            elif graphs and self.rng.random() < 0.6:
+                graph, calls = self.rng.choice(graphs)
+                self._note(calls, lambda stream, graph=graph: self.streams.launch(graph, stream))
+            else:
+                self._note(1, lambda stream: self._call(stream, 0))
 
     def overlaps(self) -> list[int]:
         """The calls that need not have ended before the next one begins."""
@@ -182,6 +150,17 @@ class Unrecorded(CallOrder):
     def _record_captured(self, stream: int) -> None: ...
 
 
+class Unmoved(LeafOrder):
+    """Replays record the end of their first call."""
+
+    def end_captured(self, stream: int) -> None:
+        number, _, ends = capture_of(stream)
+        if number in self.last:
+            self.last[number] = self.last[number]._replace(ends=ends)
+        else:
+            super().end_captured(stream)
+
+
 class Unordered(CallOrder):
     """Calls of one graph do not wait for each other."""
 
@@ -190,17 +169,22 @@ class Unordered(CallOrder):
         super().begin_captured(stream)
 
 
-PROGRAMS = 300
+def programs(of: type[CallOrder], monkeypatch: pytest.MonkeyPatch) -> list[Program]:
+    made = []
+    for seed in range(300):
+        with monkeypatch.context() as patched:
+            made.append(Program(of, streams_of(patched), seed))
+    return made
 
 
-def test_each_call_waits_for_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_gpu(monkeypatch)
-    programs = [Program(CallOrder, seed) for seed in range(PROGRAMS)]
-    assert [program.overlaps() for program in programs] == [[]] * PROGRAMS
-    assert sum(len(program.calls) for program in programs) > 8 * PROGRAMS
+@pytest.mark.parametrize("of", [CallOrder, LeafOrder])
+def test_each_call_waits_for_the_one_before_it(monkeypatch: pytest.MonkeyPatch, of: type[CallOrder]) -> None:
+    made = programs(of, monkeypatch)
+    assert [program.overlaps() for program in made] == [[]] * len(made)
+    assert sum(len(program.calls) for program in made) > 8 * len(made)
 
 
-@pytest.mark.parametrize("broken", [Unawaited, Unrecorded, Unordered])
+@pytest.mark.parametrize("broken", [Unawaited, Unrecorded, Unmoved, Unordered])
 def test_a_broken_order_is_found(monkeypatch: pytest.MonkeyPatch, broken: type[CallOrder]) -> None:
-    without_gpu(monkeypatch)
-    assert sum(bool(Program(broken, seed).overlaps()) for seed in range(PROGRAMS)) > PROGRAMS // 10
+    made = programs(broken, monkeypatch)
+    assert sum(bool(program.overlaps()) for program in made) > len(made) // 10
