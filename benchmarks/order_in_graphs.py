@@ -52,7 +52,7 @@ class LastCall(NamedTuple):
 class LeafOrder(CallOrder):
     """A graph has one node that records the end of its last call, and no other node waits for it.
 
-    CUDA allows to change the dependencies of a graph while it is captured, and nodes that no stream waits for.
+    During a capture, CUDA lets a program change the dependencies of the graph, and add nodes that no stream waits for.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -25,7 +25,7 @@ from typing import Any, Literal, NoReturn, get_args
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # noqa: F401, imported later it would keep the default group in its functions' defaults
+import torch.distributed.nn  # noqa: F401  (before init_process_group: its functions have the group as a default)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.spawn import start_processes
 

@@ -8,6 +8,7 @@ a question of paths.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 from typing import Any, NamedTuple
@@ -43,17 +44,17 @@ class Streams:
 
     Attributes:
         work: what was issued, in order: labels of work, and the numbers of their nodes.
+        asked: the calls of the runtime's functions, in order: names and arguments.
         events: those that exist.
-        waits: the streams that were let wait for an event while they were not captured.
     """
 
     def __init__(self) -> None:
         self.work: list[tuple[Any, int]] = []
+        self.asked: list[tuple[Any, ...]] = []
         self.events: set[int] = set()
-        self.waits: list[int] = []
         self._before: list[set[int]] = []  # of each node, all that ends before it begins
         self._tails: dict[int, set[int]] = {}
-        self._numbers_of_events = itertools.count(1000)
+        self._numbers_of_events = itertools.count(100)
         self._records: dict[int, set[int]] = {}
         self._captures: dict[int, tuple[Graph, set[int]]] = {}  # by stream, with the stream's last nodes
         self._captured_records: dict[int, tuple[Graph, set[int]]] = {}
@@ -75,7 +76,7 @@ class Streams:
         return graph
 
     def join(self, stream: int, other: int) -> None:
-        """Let a stream wait for another one, by an event. Where that one is captured, this one is then, too."""
+        """Let a stream wait for another one. If that one is captured, its capture includes this stream from here on."""
         if other in self._captures:
             graph, tail = self._captures[other]
             self._captures[stream] = graph, self._captures.get(stream, (graph, set()))[1] | tail
@@ -117,7 +118,11 @@ class Streams:
 
     def functions(self) -> dict[str, Any]:
         """The functions, by their names in the runtime."""
-        return {
+
+        def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *arguments: (self.asked.append((name, *arguments)), function(*arguments))[1]
+
+        functions: dict[str, Callable[..., Any]] = {
             "cudaEventCreateWithFlags": self._create_event,
             "cudaEventRecord": self._record,
             "cudaEventRecordWithFlags": self._record_external,
@@ -129,6 +134,7 @@ class Streams:
             "cudaGraphRemoveDependencies": self._remove_dependencies,
             "cudaStreamUpdateCaptureDependencies": self._add_to_stream,
         }
+        return {name: noting(name, function) for name, function in functions.items()}
 
     def _create_event(self, flags: Any) -> Any:
         event = next(self._numbers_of_events)
@@ -163,7 +169,6 @@ class Streams:
             assert of is graph
             self._captures[stream] = graph, tail | ends
         else:
-            self.waits.append(stream)
             self._tails[stream] = self._tails.get(stream, set()) | self._records.get(event, set())
         return (DONE,)
 

@@ -31,12 +31,43 @@ def streams_of(monkeypatch: pytest.MonkeyPatch) -> Streams:
     return made
 
 
+def call(made: CallOrder, stream: int) -> None:
+    """A call on a stream; those from 10 on are captured."""
+    captured = stream >= 10
+    (made.begin_captured if captured else made.begin)(stream)
+    (made.end_captured if captured else made.end)(stream)
+
+
 def test_a_call_waits_for_the_last_one_where_that_is_on_another_stream(streams: Streams) -> None:
     made = CallOrder(torch.device("cpu"))
     for stream in (1, 1, 2, 2, 1):
-        made.begin(stream)
-        made.end(stream)
-    assert streams.waits == [1, 2, 1]
+        call(made, stream)
+    wait, record = "cudaStreamWaitEvent", "cudaEventRecord"
+    assert [(name, stream) for name, stream, *_ in streams.asked if name == wait] == [(wait, 1), (wait, 2), (wait, 1)]
+    assert [event for name, event, *_ in streams.asked if name == record] == [100] * 5
+
+
+def test_replays_of_captured_calls_keep_the_order(streams: Streams) -> None:
+    def asked_by(stream: int) -> list[tuple[Any, ...]]:
+        before = len(streams.asked)
+        call(made, stream)
+        return [each for each in streams.asked[before:] if each[0] != "cudaStreamGetCaptureInfo"]
+
+    made = CallOrder(torch.device("cpu"))
+    call(made, 1)
+    streams.begin_capture(10)
+    streams.join(11, 10)
+    streams.begin_capture(20)
+    asked = asked_by(10)
+    # The nodes of the graph wait for the device's event, and record it: the flag of external events is 1.
+    assert asked[0] == ("cudaStreamWaitEvent", 10, 100, 1)
+    assert ("cudaEventRecordWithFlags", 100, 10, 1) in asked
+    # Of the same capture: behind the first one, within the graph.
+    assert asked_by(11)[0] == ("cudaStreamWaitEvent", 11, 101, 0)
+    # Of another capture.
+    assert asked_by(20)[0] == ("cudaStreamWaitEvent", 20, 100, 1)
+    # The stream of the last call, but replays may have recorded the event since.
+    assert asked_by(1)[0] == ("cudaStreamWaitEvent", 1, 100, 0)
 
 
 def test_nothing_waits_for_a_leaf(streams: Streams) -> None:
@@ -47,9 +78,9 @@ def test_nothing_waits_for_a_leaf(streams: Streams) -> None:
         streams.compute(7, call)
         made.end_captured(7)
     assert graph.nodes == [
-        ("wait", 1000, set()),
+        ("wait", 100, set()),
         ("work", 0, {0}),
-        ("record", 1000, {4}),
+        ("record", 100, {4}),
         ("work", 1, {1}),
         ("work", 2, {3}),
     ]
@@ -145,9 +176,12 @@ class Unawaited(CallOrder):
 
 
 class Unrecorded(CallOrder):
-    """Replays do not record their ends."""
+    """Replays record another event."""
 
-    def _record_captured(self, stream: int) -> None: ...
+    def end_captured(self, stream: int) -> None:
+        ended, self._ended = self._ended, -1
+        super().end_captured(stream)
+        self._ended = ended
 
 
 class Unmoved(LeafOrder):

@@ -77,7 +77,7 @@ class CallOrder:
 
     def end_captured(self, stream: int) -> None:
         """:meth:`end` for a stream that is captured: each replay of the graph records the event."""
-        self._record_captured(stream)
+        raise_on(runtime.cudaEventRecordWithFlags(self._ended, stream, runtime.cudaEventRecordExternal))
         (inner,) = raise_on(runtime.cudaEventCreateWithFlags(runtime.cudaEventDisableTiming))
         raise_on(runtime.cudaEventRecord(inner, stream))
         number = _capture_id(stream)
@@ -88,9 +88,6 @@ class CallOrder:
             raise_on(runtime.cudaEventDestroy(dropped))
         self._captured[number] = inner
         self._in_graphs = True
-
-    def _record_captured(self, stream: int) -> None:
-        raise_on(runtime.cudaEventRecordWithFlags(self._ended, stream, runtime.cudaEventRecordExternal))
 
 
 def _capture_id(stream: int) -> int:
