@@ -3,8 +3,8 @@
     python benchmarks/order_in_graphs.py --ranks 2 --json FILE
 
 The calls are all-reduces of few tokens: unfused programs, and a per-tile kernel. They have no nodes for their order
-("none"), those of :class:`distgemm.runtime.cuda.order.CallOrder` ("in line"), or one record for the whole graph, for
-which no kernel waits ("leaf"). A graph has several calls, one behind the other.
+("none"), a record behind each call, for which the next one waits ("in line"), or those of
+:class:`distgemm.runtime.cuda.order.CallOrder` ("present"). A graph has several calls, one behind the other.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from cuda.bindings import runtime
 from rich.console import Console
 from rich.table import Table
 
@@ -42,57 +43,14 @@ class NoOrder(CallOrder):
     def end_captured(self, stream: int) -> None: ...
 
 
-class LastCall(NamedTuple):
-    """Of a capture: the node that records the end of its last call, and the nodes that this call ends with."""
-
-    record: Any
-    ends: list[Any]
-
-
-class LeafOrder(CallOrder):
-    """A graph has one node that records the end of its last call, and no other node waits for it.
-
-    During a capture, CUDA lets a program change the dependencies of the graph, and add nodes that no stream waits for.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.last: dict[int, LastCall] = {}  # by the id of a capture
-
-    def begin_captured(self, stream: int) -> None:
-        number, _, before = capture_of(stream)
-        if number in self.last:
-            behind = [end for end in self.last[number].ends if end not in before]
-            if behind:
-                raise_on(with_edges("cudaStreamUpdateCaptureDependencies")(stream, behind, None, len(behind), 0))
-        else:
-            raise_on(orders.runtime.cudaStreamWaitEvent(stream, self._ended, orders.runtime.cudaEventWaitExternal))
+class InLineOrder(CallOrder):
+    """Each call has a node that records its end, and what follows on the stream waits for that node."""
 
     def end_captured(self, stream: int) -> None:
-        number, graph, ends = capture_of(stream)
-        last = self.last.get(number)
-        if last is None:
-            (record,) = raise_on(orders.runtime.cudaGraphAddEventRecordNode(graph, ends, len(ends), self._ended))
-        else:  # its ends are behind those of the last call
-            record = last.record
-            for name, of in (("cudaGraphRemoveDependencies", last.ends), ("cudaGraphAddDependencies", ends)):
-                raise_on(with_edges(name)(graph, of, [record] * len(of), None, len(of)))
-        self.last[number] = LastCall(record, ends)
-        self._in_graphs = True
+        raise_on(runtime.cudaEventRecordWithFlags(self._ended, stream, runtime.cudaEventRecordExternal))
 
 
-def capture_of(stream: int) -> tuple[int, Any, list[Any]]:
-    """The capture of a stream: its id, its graph, and the nodes behind which the stream's next node comes."""
-    _, number, graph, ends, *_ = raise_on(orders.runtime.cudaStreamGetCaptureInfo(stream))
-    return int(number), graph, list(ends)
-
-
-def with_edges(name: str) -> Any:
-    """The function of the runtime that takes data of edges. Before CUDA 13 it has _v2 in its name."""
-    return getattr(orders.runtime, f"{name}_v2", None) or getattr(orders.runtime, name)
-
-
-ORDERS: dict[str, type[CallOrder]] = {"none": NoOrder, "in line": CallOrder, "leaf": LeafOrder}
+ORDERS: dict[str, type[CallOrder]] = {"none": NoOrder, "in line": InLineOrder, "present": CallOrder}
 
 
 def methods_of(operation: Operation, name: str) -> list[Method]:

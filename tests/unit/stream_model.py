@@ -45,19 +45,16 @@ class Streams:
     Attributes:
         work: what was issued, in order: labels of work, and the numbers of their nodes.
         asked: the calls of the runtime's functions, in order: names and arguments.
-        events: those that exist.
     """
 
     def __init__(self) -> None:
         self.work: list[tuple[Any, int]] = []
         self.asked: list[tuple[Any, ...]] = []
-        self.events: set[int] = set()
         self._before: list[set[int]] = []  # of each node, all that ends before it begins
         self._tails: dict[int, set[int]] = {}
         self._numbers_of_events = itertools.count(100)
         self._records: dict[int, set[int]] = {}
         self._captures: dict[int, tuple[Graph, set[int]]] = {}  # by stream, with the stream's last nodes
-        self._captured_records: dict[int, tuple[Graph, set[int]]] = {}
         self._numbers = itertools.count(1)
 
     # What the caller does.
@@ -125,8 +122,6 @@ class Streams:
         functions: dict[str, Callable[..., Any]] = {
             "cudaEventCreateWithFlags": self._create_event,
             "cudaEventRecord": self._record,
-            "cudaEventRecordWithFlags": self._record_external,
-            "cudaEventDestroy": self._destroy_event,
             "cudaStreamWaitEvent": self._wait,
             "cudaStreamGetCaptureInfo": self._capture_info,
             "cudaGraphAddEventRecordNode": self._add_record,
@@ -137,38 +132,19 @@ class Streams:
         return {name: noting(name, function) for name, function in functions.items()}
 
     def _create_event(self, flags: Any) -> Any:
-        event = next(self._numbers_of_events)
-        self.events.add(event)
-        return DONE, event
-
-    def _destroy_event(self, event: int) -> Any:
-        self.events.remove(event)
-        return (DONE,)
+        return DONE, next(self._numbers_of_events)
 
     def _record(self, event: int, stream: int) -> Any:
-        if stream in self._captures:
-            graph, tail = self._captures[stream]
-            self._captured_records[event] = graph, set(tail)
-        else:
-            self._records[event] = set(self._tails.get(stream, set()))
-        return (DONE,)
-
-    def _record_external(self, event: int, stream: int, flags: Any) -> Any:
-        assert flags == runtime.cudaEventRecordExternal
-        graph, tail = self._captures[stream]
-        self._captures[stream] = graph, {graph.add("record", event, tail)}
+        assert stream not in self._captures
+        self._records[event] = set(self._tails.get(stream, set()))
         return (DONE,)
 
     def _wait(self, stream: int, event: int, flags: Any) -> Any:
         if flags == runtime.cudaEventWaitExternal:
             graph, tail = self._captures[stream]
             self._captures[stream] = graph, {graph.add("wait", event, tail)}
-        elif stream in self._captures:
-            graph, tail = self._captures[stream]
-            of, ends = self._captured_records[event]
-            assert of is graph
-            self._captures[stream] = graph, tail | ends
         else:
+            assert stream not in self._captures
             self._tails[stream] = self._tails.get(stream, set()) | self._records.get(event, set())
         return (DONE,)
 

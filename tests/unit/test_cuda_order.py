@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.order_in_graphs import LeafOrder, capture_of
 from distgemm.runtime.cuda import order
 from distgemm.runtime.cuda.order import MAX_CAPTURES, CallOrder, call_order
 from tests.unit.stream_model import Graph, Streams
@@ -61,17 +60,19 @@ def test_replays_of_captured_calls_keep_the_order(streams: Streams) -> None:
     asked = asked_by(10)
     # The nodes of the graph wait for the device's event, and record it: the flag of external events is 1.
     assert asked[0] == ("cudaStreamWaitEvent", 10, 100, 1)
-    assert ("cudaEventRecordWithFlags", 100, 10, 1) in asked
-    # Of the same capture: behind the first one, within the graph.
-    assert asked_by(11)[0] == ("cudaStreamWaitEvent", 11, 101, 0)
+    assert asked[1][0] == "cudaGraphAddEventRecordNode" and asked[1][-1] == 100
+    # Of the same capture: behind the last node of the first call. The node that records comes behind this call.
+    asked = asked_by(11)
+    assert asked[0] == ("cudaStreamUpdateCaptureDependencies", 11, [0], None, 1, 0)
+    assert [name for name, *_ in asked[1:]] == ["cudaGraphRemoveDependencies", "cudaGraphAddDependencies"]
     # Of another capture.
     assert asked_by(20)[0] == ("cudaStreamWaitEvent", 20, 100, 1)
     # The stream of the last call, but replays may have recorded the event since.
     assert asked_by(1)[0] == ("cudaStreamWaitEvent", 1, 100, 0)
 
 
-def test_nothing_waits_for_a_leaf(streams: Streams) -> None:
-    made = LeafOrder(torch.device("cpu"))
+def test_no_kernel_of_a_graph_waits_for_the_record(streams: Streams) -> None:
+    made = CallOrder(torch.device("cpu"))
     graph = streams.begin_capture(7)
     for call in range(3):
         made.begin_captured(7)
@@ -89,10 +90,10 @@ def test_nothing_waits_for_a_leaf(streams: Streams) -> None:
 def test_what_is_kept_of_captures_is_bounded(streams: Streams) -> None:
     made = CallOrder(torch.device("cpu"))
     for stream in range(3 * MAX_CAPTURES):
-        streams.begin_capture(stream)
+        streams.begin_capture(stream + 10)
         for _ in range(2):
-            made.end_captured(stream)
-    assert len(streams.events) == 1 + MAX_CAPTURES
+            call(made, stream + 10)
+    assert len(made._captured) == MAX_CAPTURES
 
 
 def test_a_device_has_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,13 +185,13 @@ class Unrecorded(CallOrder):
         self._ended = ended
 
 
-class Unmoved(LeafOrder):
+class Unmoved(CallOrder):
     """Replays record the end of their first call."""
 
     def end_captured(self, stream: int) -> None:
-        number, _, ends = capture_of(stream)
-        if number in self.last:
-            self.last[number] = self.last[number]._replace(ends=ends)
+        number, _, ends = order._capture(stream)
+        if number in self._captured:
+            self._captured[number] = self._captured[number]._replace(ends=ends)
         else:
             super().end_captured(stream)
 
@@ -211,9 +212,8 @@ def programs(of: type[CallOrder], monkeypatch: pytest.MonkeyPatch) -> list[Progr
     return made
 
 
-@pytest.mark.parametrize("of", [CallOrder, LeafOrder])
-def test_each_call_waits_for_the_one_before_it(monkeypatch: pytest.MonkeyPatch, of: type[CallOrder]) -> None:
-    made = programs(of, monkeypatch)
+def test_each_call_waits_for_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = programs(CallOrder, monkeypatch)
     assert [program.overlaps() for program in made] == [[]] * len(made)
     assert sum(len(program.calls) for program in made) > 8 * len(made)
 

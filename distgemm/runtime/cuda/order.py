@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from cuda.bindings import runtime
@@ -43,7 +43,7 @@ class CallOrder:
             (self._ended,) = raise_on(runtime.cudaEventCreateWithFlags(runtime.cudaEventDisableTiming))
         self._stream: int | None = None  # of the last call that was no part of a capture
         self._in_graphs = False  # whether replays of captured graphs record the event, on streams nobody knows
-        self._captured: dict[int, Any] = {}  # by the id of a capture, the end of the last call in it
+        self._captured: dict[int, _LastCall] = {}  # by the id of a capture
 
     @contextmanager
     def issuing(self) -> Iterator[None]:
@@ -69,31 +69,51 @@ class CallOrder:
 
     def begin_captured(self, stream: int) -> None:
         """:meth:`begin` for a stream that is captured: each replay of the graph waits for the last call before it."""
-        earlier = self._captured.get(_capture_id(stream))
-        if earlier is not None:
-            raise_on(runtime.cudaStreamWaitEvent(stream, earlier, runtime.cudaEventWaitDefault))
+        number, _, before = _capture(stream)
+        if number in self._captured:
+            behind = [end for end in self._captured[number].ends if end not in before]
+            if behind:
+                add = _with_edges("cudaStreamUpdateCaptureDependencies")
+                raise_on(add(stream, behind, None, len(behind), 0))
         else:
             raise_on(runtime.cudaStreamWaitEvent(stream, self._ended, runtime.cudaEventWaitExternal))
 
     def end_captured(self, stream: int) -> None:
-        """:meth:`end` for a stream that is captured: each replay of the graph records the event."""
-        raise_on(runtime.cudaEventRecordWithFlags(self._ended, stream, runtime.cudaEventRecordExternal))
-        (inner,) = raise_on(runtime.cudaEventCreateWithFlags(runtime.cudaEventDisableTiming))
-        raise_on(runtime.cudaEventRecord(inner, stream))
-        number = _capture_id(stream)
-        dropped = self._captured.pop(number, None)
-        if len(self._captured) == MAX_CAPTURES:
-            dropped = self._captured.pop(next(iter(self._captured)))  # the first one
-        if dropped is not None:
-            raise_on(runtime.cudaEventDestroy(dropped))
-        self._captured[number] = inner
+        """:meth:`end` for a stream that is captured: each replay of the graph records the event.
+
+        A graph has one node that does so, behind the last call. No other node waits for it.
+        """
+        number, graph, ends = _capture(stream)
+        last = self._captured.pop(number, None)
+        if last is None:
+            (record,) = raise_on(runtime.cudaGraphAddEventRecordNode(graph, ends, len(ends), self._ended))
+        else:  # its ends are behind those of the last call
+            record = last.record
+            for name, of in (("cudaGraphRemoveDependencies", last.ends), ("cudaGraphAddDependencies", ends)):
+                raise_on(_with_edges(name)(graph, of, [record] * len(of), None, len(of)))
+        self._captured[number] = _LastCall(record, ends)
+        if len(self._captured) > MAX_CAPTURES:
+            del self._captured[next(iter(self._captured))]
         self._in_graphs = True
 
 
-def _capture_id(stream: int) -> int:
-    status, number, *_ = raise_on(runtime.cudaStreamGetCaptureInfo(stream))
+class _LastCall(NamedTuple):
+    """Of a capture: the node that records its end, and the nodes that the call ends with."""
+
+    record: Any
+    ends: list[Any]
+
+
+def _capture(stream: int) -> tuple[int, Any, list[Any]]:
+    """The capture of a stream: its id, its graph, and the nodes behind which the stream's next node comes."""
+    status, number, graph, ends, *_ = raise_on(runtime.cudaStreamGetCaptureInfo(stream))
     assert status == runtime.cudaStreamCaptureStatus.cudaStreamCaptureStatusActive
-    return int(number)
+    return int(number), graph, list(ends)
+
+
+def _with_edges(name: str) -> Any:
+    """The function of the runtime that takes data of edges. Before CUDA 13 it has _v2 in its name."""
+    return getattr(runtime, f"{name}_v2", None) or getattr(runtime, name)
 
 
 _ORDERS: dict[int, CallOrder] = {}
