@@ -47,12 +47,15 @@ WRITTEN = ("model", "layer", "pattern", "m", "ranks", "kernel", "time_us", "boun
 """Of predictions, the rows and fields that are written."""
 KERNELS = "per_tile_4xh200"
 """The file of benchmarks/per_tile.py that constants are fitted to: the times of all kernels."""
-EXECUTIONS = ("executions_4xh200", "executions_few_4xh200")
-"""Files of distgemm bench, with the fastest kernels beside all other methods."""
-HOT, LATER = 0.86, 3.9
-"""The rate of the GPU at its power limit in KERNELS, as a share of the machine's, and what a replay takes longer, us:
-benchmarks/per_tile.py launches one kernel behind the other, and one process launches those of all GPUs in turn.
-distgemm bench pauses, and has a process for each GPU. Fitted."""
+IN_LINE = ("executions_4xh200", "executions_few_4xh200")
+"""Files of distgemm bench, with the fastest kernels beside all other methods. Their replays take longer by NODES: each
+call in a graph had a node that recorded its end, and the next call waited for that node."""
+PRESENT = ("executions_2xh200", "executions_few_2xh200", "executions_tp2_2xh200", "executions_few_tp2_2xh200")
+"""Files of distgemm bench since a graph has one such node, for which no call waits."""
+HOT, LATER, NODES = 0.86, 3.9, 4.0
+"""The rate of the GPU at its power limit in KERNELS, as a share of the machine's, and what replays take longer, us, in
+KERNELS and in IN_LINE. Fitted. benchmarks/per_tile.py launches one kernel behind the other, and one process launches
+those of all GPUs in turn. distgemm bench pauses, and has a process for each GPU."""
 SCHEDULES: Mapping[Pattern, str] = MappingProxyType(
     {
         "ag+gemm": "all_gather_1d_tiling_cd_rotating_a",
@@ -109,41 +112,41 @@ def measured_kernels() -> Iterator[tuple[dict[str, Any], list[Kernel]]]:
 def fit() -> None:
     """Fit the constants to per-tile kernels below 3 ms, and print them.
 
-    Of each row, these are those of KERNELS within 20 % of the fastest, and those of EXECUTIONS within 25 %. Weights are
-    1 for the fastest, 0.5 within 10 % of it, and 0.2 for others.
+    Of each row, these are those of KERNELS within 20 % of the fastest, and those of distgemm bench within 25 %. Weights
+    are 1 for the fastest, 0.5 within 10 % of it, and 0.2 for others.
     """
     from scipy.optimize import least_squares  # only this needs it
 
-    rows = [(True, 1.2, kernels) for _, kernels in measured_kernels()]
-    for file in EXECUTIONS:
-        rows += [(False, 1.25, per_tile_of(row)) for row in report.load(RESULTS / f"{file}.json")["rows"]]
-    used: list[tuple[bool, Kernel, float]] = []
-    for in_kernels, most, kernels in rows:
+    rows = [(0, 1.2, kernels) for _, kernels in measured_kernels()]
+    for kind, file in (*((1, file) for file in IN_LINE), *((2, file) for file in PRESENT)):
+        rows += [(kind, 1.25, per_tile_of(row)) for row in report.load(RESULTS / f"{file}.json")["rows"]]
+    used: list[tuple[int, Kernel, float]] = []
+    for kind, most, kernels in rows:
         best = min(kernel.us for kernel in kernels)
         for kernel in kernels:
             if kernel.us <= min(most * best, 3000.0):
                 weight = 1.0 if kernel.us == best else 0.5 if kernel.us < 1.1 * best else 0.2
-                used.append((in_kernels, kernel, sqrt(weight)))
+                used.append((kind, kernel, sqrt(weight)))
     tiles = sorted({kernel.gemm.traits.block_tile for _, kernel, _ in used})
     usual, start = dict(model.TILES), [*(getattr(costs(), name) for name in FITTED)]
-    start += [*(getattr(model, name) for name in SHARES), HOT, LATER]
+    start += [*(getattr(model, name) for name in SHARES), HOT, LATER, NODES]
     start += [value for tile in tiles for value in usual[tile]]
 
     def misses(scales: NDArray[np.float64]) -> NDArray[np.float64]:
         values = [x * scale for x, scale in zip(start, scales.tolist(), strict=True)]
         changed, rest = dict(zip(FITTED, values, strict=False)), values[len(FITTED) :]
-        model.MEMORY_SHARE, model.LINK_SHARE, share, later, *of_tiles = rest
+        model.MEMORY_SHARE, model.LINK_SHARE, share, later, nodes, *of_tiles = rest
         model.TILES = usual | {tile: TileCosts(*of_tiles[3 * i : 3 * i + 3]) for i, tile in enumerate(tiles)}
         model.COOPERATIVE_US = model.TILES[128, 256].overhead
         there = replace(costs(), **changed)
-        both = there, hot(there, share, later)
-        found = [weight * log(predict_per_tile(x.gemm, both[hotter]).time / x.us) for hotter, x, weight in used]
+        kinds = hot(there, share, later), replace(there, start=there.start + nodes), there
+        found = [weight * log(predict_per_tile(x.gemm, kinds[kind]).time / x.us) for kind, x, weight in used]
         return np.array([*found, *(0.05 * np.log(scales))])  # constants that few kernels depend on stay
 
     ones = np.ones(len(start))
     done = least_squares(misses, ones, diff_step=0.03, loss="soft_l1", f_scale=0.06, bounds=(0.3, 3.0), max_nfev=9)
     values = [round(x * scale, 3) for x, scale in zip(start, done.x.tolist(), strict=True)]
-    names = (*FITTED, *SHARES, "HOT", "LATER")
+    names = (*FITTED, *SHARES, "HOT", "LATER", "NODES")
     print(dict(zip(names, values, strict=False)))
     print({tile: values[len(names) + 3 * i : len(names) + 3 * i + 3] for i, tile in enumerate(tiles)})
 
