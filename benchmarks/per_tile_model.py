@@ -4,6 +4,7 @@
     python benchmarks/per_tile_model.py --fit                 fit the constants of the model: 30 minutes
     python benchmarks/per_tile_model.py --executions FILE     only compare with a file of `distgemm bench --executions`
     python benchmarks/per_tile_model.py --executions FILE --machine h100    errors with the figures of another machine
+    python benchmarks/per_tile_model.py --executions FILE --in-line         a file from before commit 895741e
 
 It needs no GPU. Errors are those of the fastest kernel of each row. The roof is the longer of the best GEMM alone and
 the bytes at 376 GB/s. Predictions are of the fastest kernel by the model. "selected" says what `schedule="auto"` costs
@@ -52,7 +53,7 @@ IN_LINE = ("executions_4xh200", "executions_few_4xh200")
 call in a graph had a node that recorded its end, and the next call waited for that node."""
 PRESENT = ("executions_2xh200", "executions_few_2xh200", "executions_tp2_2xh200", "executions_few_tp2_2xh200")
 """Files of distgemm bench since a graph has one such node, for which no call waits."""
-HOT, LATER, NODES = 0.86, 3.9, 4.0
+HOT, LATER, NODES = 0.87, 8.1, 4.2
 """The rate of the GPU at its power limit in KERNELS, as a share of the machine's, and what replays take longer, us, in
 KERNELS and in IN_LINE. Fitted. benchmarks/per_tile.py launches one kernel behind the other, and one process launches
 those of all GPUs in turn. distgemm bench pauses, and has a process for each GPU."""
@@ -83,6 +84,11 @@ class Kernel(NamedTuple):
 
 def costs(machine: str = select.MACHINE) -> Costs:
     return Costs(Machine.load(machine))
+
+
+def in_line(usual: Costs, nodes: float = NODES) -> Costs:
+    """The costs in the files of IN_LINE."""
+    return replace(usual, start=usual.start + nodes)
 
 
 def hot(usual: Costs, share: float, later: float) -> Costs:
@@ -139,7 +145,7 @@ def fit() -> None:
         model.TILES = usual | {tile: TileCosts(*of_tiles[3 * i : 3 * i + 3]) for i, tile in enumerate(tiles)}
         model.COOPERATIVE_US = model.TILES[128, 256].overhead
         there = replace(costs(), **changed)
-        kinds = hot(there, share, later), replace(there, start=there.start + nodes), there
+        kinds = hot(there, share, later), in_line(there, nodes), there
         found = [weight * log(predict_per_tile(x.gemm, kinds[kind]).time / x.us) for kind, x, weight in used]
         return np.array([*found, *(0.05 * np.log(scales))])  # constants that few kernels depend on stay
 
@@ -198,19 +204,23 @@ def per_tile_of(row: dict[str, Any]) -> list[Kernel]:
     return found
 
 
-def errors_of_executions(path: Path, machine: str = select.MACHINE) -> dict[str, Any]:
-    """Errors of the fastest per-tile kernel of each row of a file of distgemm bench."""
+def errors_of_executions(path: Path, there: Costs) -> dict[str, Any]:
+    """Errors of the fastest per-tile kernel of each row of a file of distgemm bench, with the costs there."""
     rows = []
     for row in report.load(path)["rows"]:
         best = min(per_tile_of(row), key=lambda kernel: kernel.us)
-        error = predict_per_tile(best.gemm, costs(machine)).time / best.us - 1
+        error = predict_per_tile(best.gemm, there).time / best.us - 1
         about = {key: row[key] for key in ("model", "layer", "pattern", "m")}
         rows.append({**about, "us": round(best.us, 1), "error": round(error, 4)})
     return {**summary(rows), "rows": rows}
 
 
-def selected(path: Path) -> dict[str, Any]:
+def selected(path: Path, nodes: float = 0.0) -> dict[str, Any]:
     """What `schedule="auto"` costs in the rows of a file if nothing is recorded or measured.
+
+    Args:
+        path: of a file of distgemm bench.
+        nodes: us that replays of per-tile kernels took longer than they do now.
 
     Its time is that of the method that has the least predicted time. Where just this one was not measured, it is that
     of the fastest method of the same kind that was.
@@ -220,6 +230,7 @@ def selected(path: Path) -> dict[str, Any]:
         times = all_predictions(problem_of(row), row["pattern"], row["ranks"])
         best = min(times, key=lambda config: (times[config], config.method != "unfused"))
         ours = {m["name"]: m["ms"] for m in row["methods"] if m["kind"] == report.OURS and m["name"] != "distgemm auto"}
+        ours = {name: ms - nodes / 1e3 * ("execution=per_tile" in name) for name, ms in ours.items()}
         unfused = {"nccl": "NCCL + cuBLAS", **{f"{x}-shot": f"torch {x}-shot + cuBLAS" for x in ("one", "two")}}
         peers = {m["name"]: m["ms"] for m in row["methods"] if m["name"] in unfused.values()}
         if best.method == "unfused":
@@ -237,8 +248,8 @@ def selected(path: Path) -> dict[str, Any]:
 
 
 def predictions() -> Iterator[dict[str, Any]]:
-    """The fastest kernel of each row of EXECUTIONS by the model, with other numbers of ranks, too."""
-    for file in EXECUTIONS:
+    """The fastest kernel of each row of IN_LINE by the model, with other numbers of ranks, too."""
+    for file in IN_LINE:
         for row in report.load(RESULTS / f"{file}.json")["rows"]:
             m, n, k = row["local"]
             gathers = row["pattern"] == "ag+gemm"
@@ -286,7 +297,7 @@ FASTER = {
     "pace 374 GB/s": {"send_gb_per_s": 374.0, "store_gb_per_s": 374.0},
     "half the latencies": {"stored": 0.5, "flag": 0.5},
     "take half": {"take": 0.5},
-    "start 1.5 us": {"start": 1.5},
+    "half the start": {"start": 0.5},
     "sums at a fifth": {"sum_subtile": 0.2},
 }
 """Rates and times, or times relative to what they are."""
@@ -324,6 +335,7 @@ def main() -> None:
     parser.add_argument("--fit", action="store_true", help="only fit the constants to the measurements")
     parser.add_argument("--executions", type=Path, metavar="FILE", help="only compare with a file of distgemm bench")
     parser.add_argument("--machine", default=select.MACHINE, help="of errors of --executions [%(default)s]")
+    parser.add_argument("--in-line", action="store_true", help="--executions is a file like those of IN_LINE")
     args = parser.parse_args()
     if args.fit:
         fit()
@@ -333,15 +345,21 @@ def main() -> None:
         print(name, {key: value for key, value in figures.items() if key != "rows"}, flush=True)
 
     if args.executions:
-        show("errors", errors_of_executions(args.executions, args.machine))
-        show("selected", selected(args.executions))
+        there = costs(args.machine)
+        show("errors", errors_of_executions(args.executions, in_line(there) if args.in_line else there))
+        show("selected", selected(args.executions, NODES if args.in_line else 0.0))
         return
-    found: dict[str, Any] = {"benchmark": "per_tile_model", KERNELS: errors_of_kernels()}
+    found: dict[str, Any] = {"benchmark": "per_tile_model", "nodes_us": NODES, KERNELS: errors_of_kernels()}
     show(KERNELS, found[KERNELS])
-    for file in EXECUTIONS:
-        found[file] = errors_of_executions(RESULTS / f"{file}.json")
-        found[file]["selected"] = selected(RESULTS / f"{file}.json")
+    for file in IN_LINE:
+        found[file] = errors_of_executions(RESULTS / f"{file}.json", in_line(costs()))
+        found[file]["selected"] = selected(RESULTS / f"{file}.json", NODES)
         show(file, found[file])
+    for file in PRESENT:
+        both = errors_of_executions(RESULTS / f"{file}.json", costs()), selected(RESULTS / f"{file}.json")
+        errors, chosen = ({**each, "rows": len(each["rows"])} for each in both)
+        found[file] = {**errors, "selected": chosen}
+        show(file, {**errors, "of selected": chosen})
     predicted = list(predictions())
     found["what_if"] = list(what_if(predicted))
     written = (row for row in predicted if row["m"] in WRITTEN_TOKENS)

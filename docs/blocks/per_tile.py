@@ -11,6 +11,7 @@ from distgemm.viz.text import show_tile_order
 
 RANKS = (2, 4, 8)
 FILES = {"executions_4xh200": "of 512 to 16384 tokens", "executions_few_4xh200": "of 4 to 128 tokens"}
+PRESENT = {"executions_2xh200": "of 512 to 16384 tokens", "executions_few_2xh200": "of 4 to 128 tokens"}
 
 
 def _label(row: dict[str, Any]) -> str:
@@ -30,33 +31,45 @@ def per_tile_errors() -> str:
     """How far the model is off."""
     model = read("per_tile_model")
     kernels = model["per_tile_4xh200"]
-    said = " and ".join(f"{_error(model[file])} {tokens}" for file, tokens in FILES.items())
+    said, present = (
+        " and ".join(f"{_error(model[file])} {tokens}" for file, tokens in files.items()) for files in (FILES, PRESENT)
+    )
     return (
-        f"For the fastest kernel of each row on 4 H200s, the mean absolute error is {said} with `distgemm bench`, and "
-        f"{_error(kernels)} with `benchmarks/per_tile.py`. There, the kernel that the model selects takes "
+        "For the fastest kernel of each row on 2 H200s with shares of 8 ranks, the mean absolute error is "
+        f"{present}. On 4 H200s it is {said} with `distgemm bench`, and {_error(kernels)} with "
+        "`benchmarks/per_tile.py`. There, the kernel that the model selects takes "
         f"{100 * kernels['selected_costs_mean']:.1f} % longer than the fastest one on average."
     )
 
 
 def _error(found: dict[str, Any]) -> str:
     return (
-        f"{100 * found['mean_abs_error']:.1f} % ({100 * found['max_abs_error']:.0f} % at most) in {len(found['rows'])} "
-        "rows"
+        f"{100 * found['mean_abs_error']:.1f} % ({100 * found['max_abs_error']:.0f} % at most) in {_count(found)} rows"
     )
+
+
+def _count(found: dict[str, Any]) -> int:
+    """Of the files of PRESENT, only numbers of rows are kept."""
+    return found["rows"] if isinstance(found["rows"], int) else len(found["rows"])
 
 
 @table
 def per_tile_selected() -> str:
     """What "auto" costs where nothing is recorded or measured."""
-    model = read("per_tile_model")
-    said = []
-    for file, tokens in FILES.items():
-        found = model[file]["selected"]
+    model, said = read("per_tile_model"), []
+    for files in (PRESENT, FILES):
+        found = {tokens: model[file]["selected"] for file, tokens in files.items()}
         said.append(
-            f"{100 * found['mean']:.1f} % longer in the mean of {len(found['rows'])} rows {tokens} "
-            f"({100 * found['most']:.0f} % at most)"
+            " and ".join(
+                f"{100 * each['mean']:.1f} % longer in the mean of {_count(each)} rows {tokens} "
+                f"({100 * each['most']:.0f} % at most)"
+                for tokens, each in found.items()
+            )
         )
-    return f"takes {' and '.join(said)}"
+    return (
+        f"On 2 H200s with shares of 8 ranks that takes {said[0]}. On 4 H200s it takes {said[1]}, if a per-tile kernel "
+        f"takes {model['nodes_us']} us less now than then"
+    )
 
 
 @table

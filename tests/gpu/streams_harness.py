@@ -16,7 +16,8 @@ Two ranks in one process share what two processes do not: the hardware's queues.
 may stand before a branch of the other rank's graph in such a queue. A graph that a rank records while kernels of the
 other rank wait for it gets stuck, too (``--graphs any``). Then nothing moves, and neither rank is at fault. So a
 process that is stuck says what it waits for and ends. The next one takes fewer graphs (``--graphs``), and the result
-says so.
+says so. With two streams of GEMMs graphs have more branches, and get stuck within a thousand replays
+(``--gemm-streams 2``).
 
 The last line of the output is one JSON object. The exit status is that of the first process: 0 where all replays were
 made and right, 1 where an element was wrong or something was left over, 2 where replays are missing, 3 where nothing
@@ -37,7 +38,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -85,8 +86,8 @@ STREAMS_OF_A_RANK = 5
 WRONG, MISSING, STUCK, FAILED, NOTHING_FOUND = 1, 2, 3, 4, 5
 
 
-def cases(ranks: int) -> list[Case]:
-    """Executables of all kinds."""
+def cases(ranks: int, gemm_streams: int = 2) -> list[Case]:
+    """Executables of all kinds, with so many streams of GEMMs at most."""
     mesh = (ranks,)
     cublas: dict[str, Any] = {"provider": "cublas", "config": None}
     share = f"{CONFIG}_share_2"
@@ -109,6 +110,7 @@ def cases(ranks: int) -> list[Case]:
         Case(FROM_HEADS[0], mesh, chunks=2),
         Case(FROM_HEADS[0], mesh, m=sum(unequal), rows=unequal, k=sum(unequal), k_per_rank=unequal, beta=1.0),
     ]
+    found = [replace(case, gemm_streams=min(case.gemm_streams, gemm_streams)) for case in found]
     return found if ranks & (ranks - 1) == 0 else [divisible(case, ranks) for case in found]
 
 
@@ -567,6 +569,7 @@ class Options(NamedTuple):
         word: only cases with this word.
         stuck_s: seconds without a change after which the process ends.
         control: whether no call waits for flags.
+        gemm_streams: streams of GEMMs of a call, at most.
     """
 
     replays: int
@@ -578,11 +581,12 @@ class Options(NamedTuple):
     word: str
     stuck_s: float
     control: bool = False
+    gemm_streams: int = 1
 
 
 def selected(options: Options) -> list[Case]:
     """The cases of the options."""
-    return [case for case in cases(options.ranks) if options.word in str(case)]
+    return [case for case in cases(options.ranks, options.gemm_streams) if options.word in str(case)]
 
 
 def jobs_of(ranks: Ranks, found: Sequence[Case], seed: int) -> list[Job]:
@@ -849,6 +853,7 @@ def main(
     word: Annotated[str, typer.Option(help="Only executables with this word.")] = "",
     stuck: Annotated[float, typer.Option(help="Seconds without a change after which a process ends.")] = 20.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
+    gemm_streams: Annotated[int, typer.Option(help="Streams of GEMMs of a call, at most.")] = 1,
     control: Annotated[bool, typer.Option("--control", help="Do not wait for flags.")] = False,
     build: Annotated[bool, typer.Option("--build", help="Compile the kernels, and end.")] = False,
     arch: Annotated[str, typer.Option(help="With --build: the architecture.")] = "90a",
@@ -863,11 +868,11 @@ def main(
         )
     chosen: Graphs = graphs  # type: ignore[assignment]
     if build:
-        compile_kernels([case for case in cases(ranks) if word in str(case)], arch)
+        compile_kernels([case for case in cases(ranks, gemm_streams) if word in str(case)], arch)
         return
     if child:
         try:
-            status = run(Options(replays, ranks, seed, until, chosen, reserve, word, stuck, control))
+            status = run(Options(replays, ranks, seed, until, chosen, reserve, word, stuck, control, gemm_streams))
         except Exception:
             traceback.print_exc()
             status = FAILED
@@ -875,7 +880,7 @@ def main(
         os._exit(status)  # the end of the interpreter would wait for what the GPU still does
     deadline = time.time() + seconds
     arguments = [f"--replays={replays}", f"--ranks={ranks}", f"--seed={seed}", f"--reserve={reserve}"]
-    arguments += [f"--word={word}", f"--stuck={stuck}", f"--until={deadline}"]
+    arguments += [f"--word={word}", f"--stuck={stuck}", f"--until={deadline}", f"--gemm-streams={gemm_streams}"]
     arguments += ["--control"] * control
     status, found = supervise(arguments, chosen, deadline)
     result = {"command": " ".join(sys.argv), "status": status, "attempts": found}

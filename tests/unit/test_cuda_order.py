@@ -87,6 +87,24 @@ def test_no_kernel_of_a_graph_waits_for_the_record(streams: Streams) -> None:
     ]
 
 
+def test_calls_of_one_stream_and_what_is_between_them_are_one_chain(streams: Streams) -> None:
+    made = CallOrder(torch.device("cpu"))
+    graph = streams.begin_capture(7)
+    for call in range(2):
+        made.begin_captured(7)
+        streams.compute(7, call)
+        made.end_captured(7)
+        streams.compute(7, "own")
+    assert graph.nodes == [
+        ("wait", 100, set()),
+        ("work", 0, {0}),
+        ("record", 100, {4}),
+        ("work", "own", {1}),
+        ("work", 1, {3}),
+        ("work", "own", {4}),
+    ]
+
+
 def test_what_is_kept_of_captures_is_bounded(streams: Streams) -> None:
     made = CallOrder(torch.device("cpu"))
     for stream in range(3 * MAX_CAPTURES):

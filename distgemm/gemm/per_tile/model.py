@@ -64,9 +64,9 @@ TILES: Mapping[tuple[int, int], TileCosts] = MappingProxyType(
 0c9bb1f:benchmarks/results/per_tile_2xh100.json``)."""
 COOPERATIVE_US = TILES[128, 256].overhead
 """The least overhead of a cooperative tile, whose warp groups multiply nothing meanwhile: that of 128x256."""
-MEMORY_SHARE = 0.79
+MEMORY_SHARE = 0.84
 """Of the machine's rate of memory, what operands reach that several waves of tiles read. Fitted."""
-LINK_SHARE = 0.932
+LINK_SHARE = 0.94
 """Of the rates at which pieces and tiles leave, what the link carries. Fitted."""
 
 
@@ -74,9 +74,9 @@ LINK_SHARE = 0.932
 class Costs:
     """What a per-tile kernel costs on a machine.
 
-    "Fitted" are what makes least the errors of per-tile kernels of ``per_tile_4xh200.json``, ``executions_4xh200.json``
-    and ``executions_few_4xh200.json``: least squares of the logarithms of times (``benchmarks/per_tile_model.py
-    --fit``; without ``--fit`` it shows the errors).
+    "Fitted" are what makes least the errors of per-tile kernels of ``per_tile_4xh200.json``, of the files of ``distgemm
+    bench`` on 4 H200s, and of those with TP = 2 and 8 on 2 H200s: least squares of the logarithms of times
+    (``benchmarks/per_tile_model.py --fit``; without ``--fit`` it shows the errors).
 
     Attributes:
         machine: rates, SMs and memory.
@@ -96,15 +96,15 @@ class Costs:
     """
 
     machine: Machine
-    start: float = 2.5
-    ticket: float = 3.9
-    stored: float = 2.9
-    flag: float = 0.6
-    sum_subtile: float = 0.53
-    write_subtile: float = 0.04
+    start: float = 0.76
+    ticket: float = 2.34
+    stored: float = 2.33
+    flag: float = 0.22
+    sum_subtile: float = 0.41
+    write_subtile: float = 0.035
     exchange: float = 0.15
-    split_share: float = 0.66
-    take: float = 3.9
+    split_share: float = 0.68
+    take: float = 4.3
     send_gb_per_s: float = SEND_GB_PER_S
     store_gb_per_s: float = STORE_GB_PER_S
     cache: float = 50e6

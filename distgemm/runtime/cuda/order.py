@@ -70,13 +70,12 @@ class CallOrder:
     def begin_captured(self, stream: int) -> None:
         """:meth:`begin` for a stream that is captured: each replay of the graph waits for the last call before it."""
         number, _, before = _capture(stream)
-        if number in self._captured:
-            behind = [end for end in self._captured[number].ends if end not in before]
-            if behind:
-                add = _with_edges("cudaStreamUpdateCaptureDependencies")
-                raise_on(add(stream, behind, None, len(behind), 0))
-        else:
+        last = self._captured.get(number)
+        if last is None:
             raise_on(runtime.cudaStreamWaitEvent(stream, self._ended, runtime.cudaEventWaitExternal))
+        elif stream != last.stream and (behind := [end for end in last.ends if end not in before]):
+            add = _with_edges("cudaStreamUpdateCaptureDependencies")
+            raise_on(add(stream, behind, None, len(behind), 0))
 
     def end_captured(self, stream: int) -> None:
         """:meth:`end` for a stream that is captured: each replay of the graph records the event.
@@ -91,15 +90,16 @@ class CallOrder:
             record = last.record
             for name, of in (("cudaGraphRemoveDependencies", last.ends), ("cudaGraphAddDependencies", ends)):
                 raise_on(_with_edges(name)(graph, of, [record] * len(of), None, len(of)))
-        self._captured[number] = _LastCall(record, ends)
+        self._captured[number] = _LastCall(stream, record, ends)
         if len(self._captured) > MAX_CAPTURES:
             del self._captured[next(iter(self._captured))]
         self._in_graphs = True
 
 
 class _LastCall(NamedTuple):
-    """Of a capture: the node that records its end, and the nodes that the call ends with."""
+    """Of a capture: the call's stream, the node that records its end, and the nodes that it ends with."""
 
+    stream: int
     record: Any
     ends: list[Any]
 
