@@ -9,6 +9,7 @@ batches: each SM sends one, all share the link, and so they arrive together.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -68,6 +69,12 @@ MEMORY_SHARE = 0.84
 """Of the machine's rate of memory, what operands reach that several waves of tiles read. Fitted."""
 LINK_SHARE = 0.94
 """Of the rates at which pieces and tiles leave, what the link carries. Fitted."""
+L2_GB_PER_S = 6400.0
+"""What clusters read from L2 at most: 6.3 and 6.5 TB/s in 70B fc2 as a reduce-scatter of 128 rows on two H200s, with
+64x128 in clusters of 1x2 and 2x1 (``git show 7344961:benchmarks/results/executions_few_tp2_2xh200.json``)."""
+MERGED_READS = 4
+"""So many clusters that read the same panel in a wave take the time of L2. This one of 4, 6, 8 and 16 makes the errors
+of all kernels least (``benchmarks/per_tile_model.py``)."""
 
 
 @dataclass(frozen=True)
@@ -289,7 +296,10 @@ class _Replay:
         return found
 
     def _read_us(self) -> list[float]:
-        """The time, us, in which memory provides what each tile's wave reads. Panels that were read last stay in L2."""
+        """The time, us, in which memory and L2 provide what each tile's wave reads.
+
+        Panels that were read last stay in L2. A cluster reads a panel once.
+        """
         traits = self.gemm.traits
         row = self.k * BYTES[traits.dtype]
         high, wide = (x * y * row for x, y in zip(traits.tile, traits.cluster, strict=True))
@@ -299,11 +309,13 @@ class _Replay:
         found: list[float] = []
         for first in range(0, len(self.order), self.clusters):
             wave = self.order[first : first + self.clusters]
-            panels = {(0, 0 if own_rows else x.distance, x.block): high for x in wave}
-            panels |= {(1, x.distance if own_rows else 0, x.column): wide for x in wave}
+            readers = Counter((0, 0 if own_rows else x.distance, x.block) for x in wave)
+            readers.update((1, x.distance if own_rows else 0, x.column) for x in wave)
+            panels = {panel: wide if panel[0] else high for panel in readers}
             missing = sum(size for panel, size in panels.items() if panel not in cached)
+            from_l2 = sum(size * min(readers[panel], MERGED_READS) for panel, size in panels.items())
             cached = {panel: size for panel, size in cached.items() if panel not in panels} | panels
             while sum(cached.values()) > self.costs.cache:
                 del cached[next(iter(cached))]
-            found += [missing / rate] * len(wave)
+            found += [max(missing / rate, from_l2 / (L2_GB_PER_S * 1e3))] * len(wave)
         return found
