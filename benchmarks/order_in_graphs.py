@@ -3,7 +3,7 @@
     python benchmarks/order_in_graphs.py --ranks 2 --json FILE
 
 The calls are all-reduces of few tokens: unfused programs, and a per-tile kernel. They have no nodes for their order
-("none"), a record behind each call, for which the next one waits ("in line"), or those of
+("none"), a wait before and a record behind each call, for which the next one waits ("in line"), or those of
 :class:`distgemm.runtime.cuda.order.CallOrder` ("present"). A graph has several calls, one behind the other.
 """
 
@@ -44,7 +44,10 @@ class NoOrder(CallOrder):
 
 
 class InLineOrder(CallOrder):
-    """Each call has a node that records its end, and what follows on the stream waits for that node."""
+    """Each call begins with a node that waits for the last record, and ends with one that records.
+
+    What follows on the stream waits for that record.
+    """
 
     def end_captured(self, stream: int) -> None:
         raise_on(runtime.cudaEventRecordWithFlags(self._ended, stream, runtime.cudaEventRecordExternal))

@@ -1,7 +1,8 @@
 """Compares the model of per-tile kernels with measurements, and predicts what was not measured.
 
     python benchmarks/per_tile_model.py --json FILE
-    python benchmarks/per_tile_model.py --fit                 fit the constants of the model: 30 minutes
+    python benchmarks/per_tile_model.py --fit constants       fit all but the costs of tiles: 13 minutes
+    python benchmarks/per_tile_model.py --fit all             fit all constants of the model: an hour
     python benchmarks/per_tile_model.py --executions FILE     only compare with a file of `distgemm bench --executions`
     python benchmarks/per_tile_model.py --executions FILE --machine h100    errors with the figures of another machine
     python benchmarks/per_tile_model.py --executions FILE --in-line         a file from before commit 895741e
@@ -115,8 +116,8 @@ def measured_kernels() -> Iterator[tuple[dict[str, Any], list[Kernel]]]:
         yield row, kernels
 
 
-def fit() -> None:
-    """Fit the constants to per-tile kernels below 3 ms, and print them.
+def fit(with_tiles: bool) -> None:
+    """Fit the constants, also the costs of tiles or not, to per-tile kernels below 3 ms, and print them.
 
     Of each row, these are those of KERNELS within 20 % of the fastest, and those of distgemm bench within 25 %. Weights
     are 1 for the fastest, 0.5 within 10 % of it, and 0.2 for others.
@@ -133,7 +134,7 @@ def fit() -> None:
             if kernel.us <= min(most * best, 3000.0):
                 weight = 1.0 if kernel.us == best else 0.5 if kernel.us < 1.1 * best else 0.2
                 used.append((kind, kernel, sqrt(weight)))
-    tiles = sorted({kernel.gemm.traits.block_tile for _, kernel, _ in used})
+    tiles = sorted({kernel.gemm.traits.block_tile for _, kernel, _ in used if with_tiles})
     usual, start = dict(model.TILES), [*(getattr(costs(), name) for name in FITTED)]
     start += [*(getattr(model, name) for name in SHARES), HOT, LATER, NODES]
     start += [value for tile in tiles for value in usual[tile]]
@@ -247,6 +248,16 @@ def selected(path: Path, nodes: float = 0.0) -> dict[str, Any]:
     return {"mean": round(geometric_mean(found) - 1, 4), "most": round(max(found) - 1, 4), "rows": rows}
 
 
+def compared(file: str) -> dict[str, Any]:
+    """What is written of a file of IN_LINE or PRESENT; of the latter, only the numbers of rows."""
+    older, path = file in IN_LINE, RESULTS / f"{file}.json"
+    errors = errors_of_executions(path, in_line(costs()) if older else costs())
+    chosen = selected(path, NODES if older else 0.0)
+    if not older:
+        errors, chosen = ({**each, "rows": len(each["rows"])} for each in (errors, chosen))
+    return {**errors, "selected": chosen}
+
+
 def predictions() -> Iterator[dict[str, Any]]:
     """The fastest kernel of each row of IN_LINE by the model, with other numbers of ranks, too."""
     for file in IN_LINE:
@@ -332,13 +343,13 @@ def what_if(predicted: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was found to a file")
-    parser.add_argument("--fit", action="store_true", help="only fit the constants to the measurements")
+    parser.add_argument("--fit", choices=("constants", "all"), help="only fit, without or with the costs of tiles")
     parser.add_argument("--executions", type=Path, metavar="FILE", help="only compare with a file of distgemm bench")
     parser.add_argument("--machine", default=select.MACHINE, help="of errors of --executions [%(default)s]")
     parser.add_argument("--in-line", action="store_true", help="--executions is a file like those of IN_LINE")
     args = parser.parse_args()
     if args.fit:
-        fit()
+        fit(args.fit == "all")
         return
 
     def show(name: str, figures: Mapping[str, Any]) -> None:
@@ -351,15 +362,9 @@ def main() -> None:
         return
     found: dict[str, Any] = {"benchmark": "per_tile_model", "nodes_us": NODES, KERNELS: errors_of_kernels()}
     show(KERNELS, found[KERNELS])
-    for file in IN_LINE:
-        found[file] = errors_of_executions(RESULTS / f"{file}.json", in_line(costs()))
-        found[file]["selected"] = selected(RESULTS / f"{file}.json", NODES)
+    for file in (*IN_LINE, *PRESENT):
+        found[file] = compared(file)
         show(file, found[file])
-    for file in PRESENT:
-        both = errors_of_executions(RESULTS / f"{file}.json", costs()), selected(RESULTS / f"{file}.json")
-        errors, chosen = ({**each, "rows": len(each["rows"])} for each in both)
-        found[file] = {**errors, "selected": chosen}
-        show(file, {**errors, "of selected": chosen})
     predicted = list(predictions())
     found["what_if"] = list(what_if(predicted))
     written = (row for row in predicted if row["m"] in WRITTEN_TOKENS)

@@ -71,14 +71,21 @@ def test_replays_of_captured_calls_keep_the_order(streams: Streams) -> None:
     assert asked_by(1)[0] == ("cudaStreamWaitEvent", 1, 100, 0)
 
 
-def test_no_kernel_of_a_graph_waits_for_the_record(streams: Streams) -> None:
+def captured_calls(streams: Streams, calls: int, own: bool) -> list[Any]:
+    """The nodes of a graph of calls on one stream, with work of the caller behind each, or not."""
     made = CallOrder(torch.device("cpu"))
     graph = streams.begin_capture(7)
-    for call in range(3):
+    for number in range(calls):
         made.begin_captured(7)
-        streams.compute(7, call)
+        streams.compute(7, number)
         made.end_captured(7)
-    assert graph.nodes == [
+        if own:
+            streams.compute(7, "own")
+    return graph.nodes
+
+
+def test_no_kernel_of_a_graph_waits_for_the_record(streams: Streams) -> None:
+    assert captured_calls(streams, 3, own=False) == [
         ("wait", 100, set()),
         ("work", 0, {0}),
         ("record", 100, {4}),
@@ -88,14 +95,7 @@ def test_no_kernel_of_a_graph_waits_for_the_record(streams: Streams) -> None:
 
 
 def test_calls_of_one_stream_and_what_is_between_them_are_one_chain(streams: Streams) -> None:
-    made = CallOrder(torch.device("cpu"))
-    graph = streams.begin_capture(7)
-    for call in range(2):
-        made.begin_captured(7)
-        streams.compute(7, call)
-        made.end_captured(7)
-        streams.compute(7, "own")
-    assert graph.nodes == [
+    assert captured_calls(streams, 2, own=True) == [
         ("wait", 100, set()),
         ("work", 0, {0}),
         ("record", 100, {4}),

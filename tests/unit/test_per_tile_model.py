@@ -162,16 +162,12 @@ def test_the_recorded_comparison_is_that_of_this_model() -> None:
     found = program["errors_of_kernels"]()
     assert found == recorded["per_tile_4xh200"]
     assert found["mean_abs_error"] < 0.05 and found["selected_costs_mean"] < 0.05
-    usual = program["costs"]()
-    older, nodes = program["in_line"](usual), program["NODES"]
-    for file, there, longer, error, costs in (
-        ("executions_4xh200", older, nodes, 0.04, 0.02),
-        ("executions_few_4xh200", older, nodes, 0.1, 0.05),
-        ("executions_2xh200", usual, 0.0, 0.05, 0.03),
-        ("executions_few_2xh200", usual, 0.0, 0.06, 0.03),
+    for file, error, costs in (
+        ("executions_4xh200", 0.04, 0.02),
+        ("executions_few_4xh200", 0.1, 0.05),
+        ("executions_2xh200", 0.05, 0.03),
+        ("executions_few_2xh200", 0.06, 0.03),
     ):
-        path = ROOT / f"benchmarks/results/{file}.json"
-        found = {**program["errors_of_executions"](path, there), "selected": program["selected"](path, longer)}
-        assert {name: found[name] for name in ("mean_abs_error", "max_abs_error")}.items() <= recorded[file].items()
-        assert found["selected"]["mean"] == recorded[file]["selected"]["mean"]
+        found = program["compared"](file)
+        assert found == recorded[file]
         assert found["mean_abs_error"] < error and found["selected"]["mean"] < costs

@@ -73,8 +73,8 @@ L2_GB_PER_S = 6400.0
 """What clusters read from L2 at most: 6.3 and 6.5 TB/s in 70B fc2 as a reduce-scatter of 128 rows on two H200s, with
 64x128 in clusters of 1x2 and 2x1 (``git show 7344961:benchmarks/results/executions_few_tp2_2xh200.json``)."""
 MERGED_READS = 4
-"""So many clusters that read the same panel in a wave take the time of L2. This one of 4, 6, 8 and 16 makes the errors
-of all kernels least (``benchmarks/per_tile_model.py``)."""
+"""So many clusters that read the same panel in a wave take the time of L2. Found by trial: with more, the errors that
+``benchmarks/per_tile_model.py`` shows are larger."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Costs:
 
     "Fitted" are what makes least the errors of per-tile kernels of ``per_tile_4xh200.json``, of the files of ``distgemm
     bench`` on 4 H200s, and of those with TP = 2 and 8 on 2 H200s: least squares of the logarithms of times
-    (``benchmarks/per_tile_model.py --fit``; without ``--fit`` it shows the errors).
+    (``benchmarks/per_tile_model.py --fit constants``; without ``--fit`` it shows the errors).
 
     Attributes:
         machine: rates, SMs and memory.
