@@ -37,7 +37,7 @@ from distgemm.gemm.per_tile.epochs import TICKET_BITS
 from distgemm.gemm.per_tile.kernel import GATHERING, KernelTraits, Launch
 from distgemm.gemm.per_tile.local import LocalRanks
 from distgemm.gemm.per_tile.params import CONTROL_BYTES, Control
-from distgemm.gemm.per_tile.select import CONFIGS, FLAT, FLAT_M, ONE_SHOT, SPANNING, SPLIT, traits_of
+from distgemm.gemm.per_tile.select import CONFIGS, FLAT, FLAT_M, ONE_SHOT, ONE_SHOT_TALL, SPANNING, traits_of
 from distgemm.measure.models import MODELS
 from distgemm.measure.timing import order_of_round, time_launches
 from distgemm.schedulers import PATTERNS, Pattern
@@ -132,12 +132,12 @@ VARIANTS: dict[Pattern, Sequence[Variant]] = {
 }
 
 
-def rows(tokens: Sequence[int], only: Sequence[str]) -> Iterator[Row]:
+def rows(tokens: Sequence[int], only: Sequence[str], tp: int = TP) -> Iterator[Row]:
     for m in tokens:
         for name, model in MODELS.items():
             for layer in model.layers:
                 for pattern in (*layer.patterns, *layer.all_to_alls):
-                    row = Row(f"{name.removeprefix('llama-3-')} {layer.name}", pattern, *layer.local(m, TP))
+                    row = Row(f"{name.removeprefix('llama-3-')} {layer.name}", pattern, *layer.local(m, tp))
                     if pattern in only or (pattern in PATTERNS and (not only or row.layer in only)):
                         yield row
 
@@ -149,8 +149,10 @@ def kernels(row: Row, ranks: int, sends: bool, names: Sequence[str]) -> dict[str
     """
     found = {}
     flat = (FLAT,) if row.pattern in {"gemm+rs", "gemm+ar"} and row.m // ranks <= FLAT_M else ()
-    more = SPLIT if row.pattern == "ag+gemm" else flat
-    for config in dict.fromkeys((*CONFIGS[row.pattern], *SPANNING, *more)):
+    for config in (*ONE_SHOT, *ONE_SHOT_TALL) if row.pattern == "gemm+ar" and row.m <= ONE_SHOT_ROWS else ():
+        one = traits_of(config, row.pattern, one_shot=True)
+        found[f"{label(one)}_one"] = one, PLAIN
+    for config in dict.fromkeys((*CONFIGS[row.pattern], *SPANNING.get(row.pattern, ()), *flat)):
         traits = traits_of(config, row.pattern)
         spans = may_span(traits, ranks, row.m // ranks)
         traits = replace(traits, sends=sends and traits.sends)
@@ -160,9 +162,6 @@ def kernels(row: Row, ranks: int, sends: bool, names: Sequence[str]) -> dict[str
             found[f"{label(traits)}_span"] = traits, SPANS
         if row.pattern == "gemm+ar" and row.m <= ONE_SHOT_ROWS:
             found[f"{label(traits)}_columns"] = traits, COLUMNS
-            if config in ONE_SHOT:
-                one = traits_of(config, row.pattern, one_shot=True)
-                found[f"{label(one)}_one"] = one, PLAIN
     return {label: kernel for label, kernel in found.items() if any(part in label for part in names)}
 
 
@@ -188,6 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--m", type=int, nargs="+", default=[2048, 8192], help="rows of A, of all ranks")
+    parser.add_argument("--tp", type=int, default=TP, help="n and k of each rank are those of so many ranks")
     parser.add_argument("--only", nargs="*", default=[], help="layers or patterns, such as '8b qkv' or ag+gemm")
     parser.add_argument("--kernels", nargs="*", default=[""], help="parts of names: only kernels that have one of them")
     parser.add_argument("--rounds", type=int, default=5)
@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to a file")
     args = parser.parse_args()
     began = time.monotonic()
-    measured = list(rows(args.m, args.only))
+    measured = list(rows(args.m, args.only, args.tp))
     sources = [traits.source() for traits in every_kernel(measured, args.gpus, args.variants, args.kernels)]
     if args.tiny:
         sources += [traits.source() for row in TINY for traits in tiny_kernels(row).values()]

@@ -350,8 +350,8 @@ def _per_tile(
                 logger.info("no candidate for %s on %d ranks: %s", pattern, world_size, status.reason)
                 continue
             gemm = gemm_of(plan, name)
-            if gemm.by_columns and gemm.m >= gemm.ranks * SHORT_M:
-                continue  # shards of rows fill tiles, and B is read as often
+            if gemm.by_columns and gemm.m > gemm.ranks * SHORT_M:
+                continue  # clusters of shards of rows are full, and B is read as often
             if gemm.traits.one_shot and gemm.m > ONE_SHOT_ROWS:
                 continue
             execution = ExecutionConfig(config=name, gemm_streams=1, execution="per_tile")

@@ -44,6 +44,8 @@ KINDS_OF = {
 }
 SPLIT = [((64, 64), (1, 1), True, 4), ((64, 64), (1, 2), True, 4), ((64, 64), (2, 2), True, 4)]
 """Kinds of "ag+gemm" whose thread blocks split k, and how many do."""
+SPLIT_SUMS = [((64, 64), (1, 1), True, 2), ((64, 64), (1, 2), True, 2), ((64, 64), (2, 1), True, 2)]
+"""The same of "gemm+rs" and of one-shot all-reduces."""
 CASES = [(pattern, kind) for pattern, kinds in KINDS_OF.items() for kind in kinds]
 Calls = list[dict[str, Any]]
 
@@ -155,12 +157,20 @@ def test_odd_shapes(pattern: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(200, 328, 648), (1160, 1544, 328), (1, 136, 200)])
-@pytest.mark.parametrize("kind", SPLIT, ids=str)
+@pytest.mark.parametrize(
+    ("pattern", "kind"),
+    [
+        *(("ag+gemm", kind) for kind in SPLIT),
+        *((pattern, kind) for pattern in ("gemm+rs", "gemm+ar") for kind in SPLIT_SUMS),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("b_major", ["k", "n"])
 @pytest.mark.parametrize("ranks", [2, 5, 8])
-def test_blocks_that_split_k(ranks: int, b_major: str, kind: tuple, m: int, n: int, k: int) -> None:
+def test_blocks_that_split_k(ranks: int, b_major: str, pattern: str, kind: tuple, m: int, n: int, k: int) -> None:
     """Exact sums with late ranks, of whole tiles and others, one or many of a cluster; and equal bits of any sums."""
-    there = LocalRanks(RankGemm(traits("ag+gemm", *kind, b_major=b_major), distances(ranks), m, n, k))
+    kernel = traits(pattern, *kind, b_major=b_major, one_shot=pattern == "gemm+ar")
+    there = LocalRanks(RankGemm(kernel, distances(ranks), m, n, k))
     for seed in range(2):
         calls = whole_numbers(there, seed)
         there.run(there.launches(calls), [100_000 * (rank * 7 % 5) for rank in range(ranks)])
@@ -189,12 +199,16 @@ def alternate(every: list[RankGemm], epoch: int, draw: Callable[[LocalRanks, int
 
 
 @pytest.mark.parametrize("epoch", [1, EPOCHS - 50])
-@pytest.mark.parametrize("kind", SPLIT, ids=str)
-def test_many_replays_where_blocks_split_k(kind: tuple, epoch: int) -> None:
+@pytest.mark.parametrize(
+    ("pattern", "kind", "rows"),
+    [*(("ag+gemm", kind, 40) for kind in SPLIT), *(("gemm+rs", kind, 48) for kind in SPLIT_SUMS)],
+    ids=str,
+)
+def test_many_replays_where_blocks_split_k(pattern: str, kind: tuple, rows: int, epoch: int) -> None:
     """They alternate on one workspace with kernels that do not, while ranks run ahead of each other."""
     every = [
-        spanning("ag+gemm", kind, 4, 40),
-        RankGemm(traits("ag+gemm", *kind), distances(4), 600, 1544, 264),
+        spanning(pattern, kind, 4, rows),
+        RankGemm(traits(pattern, *kind), distances(4), 600, 1544, 264),
         RankGemm(traits("gemm+rs", *KINDS[1]), distances(4), 64, 384, 128),
     ]
     alternate(every, epoch, whole_numbers, exact=True)
@@ -314,7 +328,7 @@ SPANNED_ROWS = [("ag+gemm", rows) for rows in (1, 33, 63, 128, 250)] + [("gemm+r
     [
         (*case, kind)
         for case in SPANNED_ROWS
-        for kind in (*SPANNING, *(SPLIT if case[0] == "ag+gemm" else ()))
+        for kind in (*SPANNING, *(SPLIT if case[0] == "ag+gemm" else SPLIT_SUMS))
         if case[1] < kind[0][0] * kind[1][0]
     ],
     ids=str,
@@ -363,7 +377,7 @@ def test_all_of_spanned_shards_is_handed_out(kind: tuple, rows: int) -> None:
         assert all(torch.equal(x[:, : gemm.k], wanted) and (x[:, gemm.k :] == 77).all() for x in wide)
 
 
-@pytest.mark.parametrize("kind", SPANNING[:3], ids=str)
+@pytest.mark.parametrize("kind", [*SPANNING[:3], *SPLIT_SUMS], ids=str)
 def test_spanned_sums_in_float32(kind: tuple) -> None:
     there = LocalRanks(spanning("gemm+rs", kind, 4, 48, partial_dtype="float32"))
     for seed in range(3):
@@ -388,7 +402,11 @@ def test_many_replays_of_spanned_shards_and_others(epoch: int) -> None:
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize(
     ("pattern", "rows", "kind"),
-    [("ag+gemm", 40, SPANNING[0]), ("gemm+rs", 48, SPANNING[0]), *(("ag+gemm", 40, kind) for kind in SPLIT[1:])],
+    [
+        *((pattern, rows, SPANNING[0]) for pattern, rows in (("ag+gemm", 40), ("gemm+rs", 48))),
+        *(("ag+gemm", 40, kind) for kind in SPLIT[1:]),
+        *(("gemm+rs", 48, kind) for kind in SPLIT_SUMS),
+    ],
     ids=str,
 )
 def test_spanned_shards_on_two_gpus(pattern: str, rows: int, kind: tuple) -> None:
@@ -406,6 +424,7 @@ ONE_SHOT = [
     ((128, 256), (1, 2), False),
     ((128, 160), (2, 1), False),
     ((256, 128), (2, 1), False),
+    *SPLIT_SUMS,
 ]
 
 
@@ -427,7 +446,7 @@ def test_one_shot_all_reduces(kind: tuple, ranks: int, m: int) -> None:
         assert have_the_same_bits(calls)
 
 
-@pytest.mark.parametrize("kind", [ONE_SHOT[0], *ONE_SHOT[3:5]], ids=str)
+@pytest.mark.parametrize("kind", [ONE_SHOT[0], *ONE_SHOT[3:5], *SPLIT_SUMS[1:]], ids=str)
 @pytest.mark.parametrize("partial_dtype", ["bfloat16", "float32"])
 def test_terms_of_one_shot_all_reduces(kind: tuple, partial_dtype: str) -> None:
     gemm = RankGemm(traits("gemm+ar", *kind, one_shot=True, partial_dtype=partial_dtype), distances(4), 40, 392, 192)
@@ -441,10 +460,11 @@ def test_terms_of_one_shot_all_reduces(kind: tuple, partial_dtype: str) -> None:
     assert have_the_same_bits(calls)
 
 
+@pytest.mark.parametrize("kind", [ONE_SHOT[0], *SPLIT_SUMS], ids=str)
 @pytest.mark.parametrize("epoch", [1, EPOCHS - 50])
-def test_many_replays_of_one_shot_and_other_all_reduces(epoch: int) -> None:
+def test_many_replays_of_one_shot_and_other_all_reduces(epoch: int, kind: tuple) -> None:
     """They alternate on one workspace, while ranks run ahead of each other."""
-    one = RankGemm(traits("gemm+ar", *ONE_SHOT[0], one_shot=True), distances(4), 40, 384, 128)
+    one = RankGemm(traits("gemm+ar", *kind, one_shot=True), distances(4), 40, 384, 128)
     two = RankGemm(traits("gemm+ar", *KINDS[1]), distances(4), 64, 384, 128)
     there = LocalRanks(one, epoch=epoch, others=[two])
     wholes = [drawn(there, seed) for seed in range(2)]
@@ -458,7 +478,7 @@ def test_many_replays_of_one_shot_and_other_all_reduces(epoch: int) -> None:
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("kind", ONE_SHOT[:2], ids=str)
+@pytest.mark.parametrize("kind", [*ONE_SHOT[:2], *SPLIT_SUMS], ids=str)
 def test_one_shot_all_reduces_on_two_gpus(kind: tuple) -> None:
     gemm = RankGemm(traits("gemm+ar", *kind, one_shot=True), distances(2), 40, 512, 320)
     there = LocalRanks(gemm, gpus=2)

@@ -308,8 +308,6 @@ def test_tiles_that_span_shards(
     sends = pattern in GATHERING
     if sends and a_major == "m":
         pytest.skip("a gather sends rows")
-    if split > 1 and not sends:
-        pytest.skip("only gathers split k")
     monkeypatch.setattr(structs, "libcuda", Driver)
     traits = KernelTraits(pattern, tile, cluster, True, a_major=a_major, b_major=b_major, sends=sends, split=split)
     gemm = RankGemm(traits, distances, m * (len(distances) + 1), N, K, spans=True)

@@ -18,7 +18,7 @@ from distgemm.bench.choices import UNFUSED_PROGRAMS
 from distgemm.gemm.cublas import CublasProvider
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.per_tile.model import Costs, predict_per_tile
-from distgemm.gemm.per_tile.select import CONFIGS, FLAT, ONE_SHOT, SPANNING, SPLIT, gemm_of
+from distgemm.gemm.per_tile.select import CONFIGS, FLAT, ONE_SHOT, ONE_SHOT_TALL, SPANNING, gemm_of
 from distgemm.measure.models import MODELS
 from distgemm.plan.patterns import does_pattern
 from distgemm.runtime.cuda.lowering import check_across
@@ -85,24 +85,24 @@ def test_the_best_predictions_and_the_unfused_programs_are_measured(ranks: int) 
 
 
 def test_few_rows_are_reduced_by_columns() -> None:
-    """Where shards of rows would not fill tiles: B is then read once. For such rows the model prefers it."""
-    for m in (16, 64, 128, 255, 256):
+    """Where shards of rows would not fill a cluster: B is then read once. For such rows the model prefers it."""
+    for m in (16, 64, 128, 255, 256, 257):
         times = candidates.predictions(GemmProblem(m, 16384, 26624), "gemm+ar", 4)
         found: dict[str, float] = {}
         for config, time in times.items():
             if config.execution.execution == "per_tile":
                 found[config.schedule] = min(time, found.get(config.schedule, math.inf))
-        assert (candidates.BY_COLUMNS in found) == (m < 256)
-        if m < 256 and m % 4 == 0:
+        assert (candidates.BY_COLUMNS in found) == (m <= 256)
+        if m <= 256 and m % 4 == 0:
             assert found[candidates.BY_COLUMNS] < 0.8 * found["all_reduce_1d_pairwise_a"]
 
 
 def test_all_reduces_of_few_rows_are_one_shot() -> None:
-    for m in (16, candidates.ONE_SHOT_ROWS, candidates.ONE_SHOT_ROWS + 1):
+    for m, wanted in ((16, ONE_SHOT), (64, ONE_SHOT), (65, ONE_SHOT_TALL), (128, ONE_SHOT_TALL), (129, ())):
         times = candidates.predictions(GemmProblem(m, 8192, 8192), "gemm+ar", 4)
         per_tile = [config for config in times if config.execution.execution == "per_tile"]
         found = [config.execution.config for config in per_tile if config.schedule == candidates.ONE_SHOT]
-        assert found == (list(ONE_SHOT) if m <= candidates.ONE_SHOT_ROWS else [])
+        assert found == list(wanted)
 
 
 def test_few_tokens_take_a_one_shot_kernel_or_a_library() -> None:
@@ -160,7 +160,10 @@ def test_per_tile_kernels_are_considered(pattern: Pattern) -> None:
     assert [config.execution.config for config in found] == [*CONFIGS[pattern][:-1]]
     few = candidates.predictions(GemmProblem(256, 8192, 8192), pattern, 4)
     tiles = [config.execution.config for config in few if config.execution.execution == "per_tile"]
-    more = {"ag+gemm": (SPANNING[0], SPLIT[-1]), "gemm+rs": (FLAT, SPANNING[0]), "gemm+ar": (FLAT,)}
+    tall = ("128x128x64_1x2_cooperative", "64x64x64_2x2_pingpong_split_4")  # of more than 64 rows
+    sums = (FLAT, tall[0], "64x64x64_2x1_pingpong", "64x64x64_2x1_pingpong_split_2")
+    by_columns = CONFIGS["gemm+ar"][:-1]
+    more = {"ag+gemm": tall, "gemm+rs": sums, "gemm+ar": (FLAT, *by_columns)}
     assert tiles == [*CONFIGS[pattern], *more.get(pattern, ())]
     for rows, flat in ((64, True), (128, True), (129, False)):
         measured = candidates.predictions(GemmProblem(4 * rows, 8192, 8192), pattern, 4)
@@ -193,7 +196,7 @@ def test_why_per_tile_kernels_are_not_considered(
 ) -> None:
     with caplog.at_level(logging.INFO, "distgemm"):
         found = list(candidates._per_tile(problem, "ag+gemm", 4, Machine.load(candidates.MACHINE)))
-    every = {*CONFIGS["ag+gemm"], *SPANNING, *SPLIT}
+    every = {*CONFIGS["ag+gemm"], *SPANNING["ag+gemm"]}
     assert found == [] and len(caplog.records) in {1, len(every)} and reason in caplog.text
 
 

@@ -45,7 +45,7 @@
 //   3. A warp group multiplies, adds, and writes subtiles of 8 KiB: barriers `free` and `written`.
 //   4. Warp 3 stores subtiles by TMA. Once all that it stored at a peer is there, it sets the flag of the part.
 //
-// With DG_SPLIT the blocks of a gather's cluster split k: each multiplies all tiles of the cluster, with a part of the
+// With DG_SPLIT the blocks of a cluster split k: each multiplies all tiles of the cluster, with a part of the
 // stages of k. The first blocks finish a tile each, as above, and the other ones send them their sums: barriers `summed` and `taken`.
 //
 // A flag has the epoch in which its slot was filled last. A wait ends if it is the epoch of the ticket (epochs.cuh).
@@ -107,7 +107,7 @@ constexpr bool kSplits = kSplit > 1;
 constexpr int kCluster = kSplits ? kSplit : kTiles;  // thread blocks
 constexpr int kSharesM = kSplits ? 1 : kClusterM, kSharesN = kSplits ? 1 : kClusterN;  // of loads of B, and of A
 constexpr int kBlockM = kTileM * kClusterM / kSharesM, kBlockN = kTileN * kClusterN / kSharesN;  // what a block multiplies
-static_assert(kTiles <= kCluster && (!kSplits || (kPingpong && kPattern == DG_GATHER)));
+static_assert(kTiles <= kCluster && (!kSplits || (kPingpong && !kTakes && !kFromHolders)));
 constexpr int kStages = DG_STAGES;                   // of operands
 constexpr int kEpilogueStages = DG_EPILOGUE_STAGES;  // of each warp group, for subtiles that are stored
 

@@ -71,7 +71,7 @@ class KernelTraits:
         sends: whether a kernel that gathers sends its shard of A.
         one_shot: whether all ranks add all partial sums of an all-reduce. Otherwise the owner of a tile does.
         epilogue_stages: subtiles that each warp group has in shared memory, to be stored.
-        split: so many thread blocks of a cluster of "ag+gemm" split k. Each multiplies all tiles of the cluster, with
+        split: so many thread blocks of a cluster split k. Each multiplies all tiles of the cluster, with
             pingpong tiles; the first ones finish one each. 1: k is not split.
 
     Raises:
@@ -124,8 +124,10 @@ class KernelTraits:
                 f"each thread block of a cluster loads a multiple of {SWIZZLE_ROWS} rows of A and B, got tiles of "
                 f"{self.tile[0]}x{self.tile[1]} and clusters of {self.cluster[0]}x{self.cluster[1]}"
             )
-        if self.split > 1 and self.pattern != "ag+gemm":
-            raise ValueError(f'only kernels for "ag+gemm" split k: others gain nothing by it; got {self.name}')
+        if self.split > 1 and self.pattern not in {"ag+gemm", "gemm+rs"} and not self.one_shot:
+            raise ValueError(
+                f'only kernels for "ag+gemm", "gemm+rs" and one-shot all-reduces split k, got {self.name}'
+            )
         accumulators = self.block_tile[0] * self.block_tile[1] + self.tile[0] * self.tile[1]
         if self.split > 1 and self.name and accumulators > MAX_PART:  # the name checks the configuration
             raise ValueError(

@@ -9,6 +9,7 @@ batches: each SM sends one, all share the link, and so they arrive together.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -57,12 +58,13 @@ TILES: Mapping[tuple[int, int], TileCosts] = MappingProxyType(
         (256, 144): TileCosts(0.846, 1.016, 2.08),
         (256, 128): TileCosts(0.900, 0.981, 1.09),
         (64, 256): TileCosts(0.633, 0.924, 1.4),
+        (128, 64): TileCosts(0.550, 0.752, 0.80),
         (64, 128): TileCosts(0.628, 0.752, 0.78),
         (64, 64): TileCosts(0.328, 0.469, 0.34),
     }
 )
-"""Fitted, but for two sizes: 256x128 is as 128x256, and 64x256 of the first kernels (``git show
-0c9bb1f:benchmarks/results/per_tile_2xh100.json``)."""
+"""Fitted, but for three sizes: 256x128 is as 128x256, 64x256 of the first kernels (``git show
+0c9bb1f:benchmarks/results/per_tile_2xh100.json``), and 128x64 of the rows of few tokens on two H200s."""
 COOPERATIVE_US = TILES[128, 256].overhead
 """The least overhead of a cooperative tile, whose warp groups multiply nothing meanwhile: that of 128x256."""
 MEMORY_SHARE = 0.84
@@ -96,7 +98,7 @@ class Costs:
         write_subtile: of a subtile that is written, us. Fitted.
         exchange: of 8 KiB of sums that a thread block has from one of those that split k, us: of the rows of
             ``per_tile_split_h100.json`` that have one wave of clusters.
-        split_share: of the rate of an SM, that of thread blocks which split k. Fitted.
+        split_share: of the rate of an SM, what thread blocks have which split k in two. Fitted.
         take: from the arrival of a result to its place in D, us. Fitted to all-reduces.
         send_gb_per_s, store_gb_per_s: rates at which pieces and tiles leave: those that executables set.
         cache: bytes of panels that stay in L2, which has 50 MB.
@@ -110,7 +112,7 @@ class Costs:
     sum_subtile: float = 0.41
     write_subtile: float = 0.035
     exchange: float = 0.15
-    split_share: float = 0.68
+    split_share: float = 0.825
     take: float = 4.3
     send_gb_per_s: float = SEND_GB_PER_S
     store_gb_per_s: float = STORE_GB_PER_S
@@ -195,7 +197,7 @@ class _Replay:
         depth = -(-self.k // (traits.tile_k * traits.split)) * traits.tile_k if traits.split > 1 else self.k
         self.multiply_us = max(2.0 * traits.block_tile[0] * traits.block_tile[1] * depth / sm, costs.ticket)
         if traits.split > 1:
-            self.multiply_us /= costs.split_share
+            self.multiply_us /= costs.split_share ** math.log2(traits.split)
             self.multiply_us += costs.exchange * traits.split * traits.tile[0] * traits.tile[1] * 4 / SUBTILE_BYTES
         flop = 2.0 * order.shards * gemm.m * gemm.n * self.k
         clock = costs.machine.clock(traits.dtype, flop)

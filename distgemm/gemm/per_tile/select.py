@@ -23,9 +23,9 @@ __all__ = [
     "FLAT_M",
     "MACHINE",
     "ONE_SHOT",
+    "ONE_SHOT_TALL",
     "ROW_BYTES",
     "SPANNING",
-    "SPLIT",
     "configs_of",
     "gemm_of",
     "traits_of",
@@ -46,15 +46,22 @@ CONFIGS: dict[Pattern, tuple[str, ...]] = {
 """Those that are worth a try, from large products to small ones. The last one is for shards of 64 rows."""
 FLAT = "128x128x64_1x2_pingpong"
 """That of reductions whose shards have no more rows than one such tile: half of a cluster of 2x1 would be padding."""
-ONE_SHOT = ("64x64x64_1x2_pingpong", "64x128x64_1x2_pingpong")
-"""Those of one-shot all-reduces, which are for few rows."""
-SPANNING = ("128x128x64_1x2_cooperative", *ONE_SHOT)
-"""Those of few rows whose tiles span shards."""
-SPLIT = ("64x64x64_1x2_pingpong_split_4", "64x64x64_2x2_pingpong_split_4")
-"""Those of "ag+gemm" whose tiles span shards, and whose thread blocks split k."""
 SHORT_M = 64
 FLAT_M = 128
 """Rows of a shard, up to which clusters of one row of tiles are worth a try: with tiles of 64 rows, and with FLAT."""
+FEW = ("128x128x64_1x2_cooperative", "64x64x64_1x2_pingpong", "64x128x64_1x2_pingpong")
+SPLIT = ("64x64x64_1x2_pingpong_split_2", "64x64x64_2x1_pingpong_split_2")
+SPANNING: dict[Pattern, tuple[str, ...]] = {
+    "ag+gemm": (
+        *(*FEW, SPLIT[1]),
+        *(f"64x64x64_{cluster}_pingpong_split_4" for cluster in ("1x2", "2x1", "2x2")),
+    ),
+    "gemm+rs": (*FEW, "64x64x64_2x1_pingpong", *SPLIT),
+}
+"""Those of few rows whose tiles span shards. Where SMs would be idle, thread blocks split k."""
+ONE_SHOT = ("64x64x64_1x2_pingpong", "64x128x64_1x2_pingpong", "64x64x64_1x1_pingpong_split_2")
+ONE_SHOT_TALL = ("64x64x64_2x1_pingpong", "64x128x64_2x1_pingpong", "64x64x64_2x1_pingpong_split_2")
+"""Those of one-shot all-reduces: of up to SHORT_M rows, and of more, with tiles of 128 rows that read B once."""
 MACHINE = "h200"
 """The machine of all predictions, whatever the GPU: they only say which kernels are worth measuring."""
 EPILOGUE_STAGES: dict[Pattern, tuple[int, int]] = {
@@ -78,14 +85,14 @@ def configs_of(plan: Plan) -> tuple[str, ...]:
     if pattern is None:
         return (LARGE,)
     if _is_one_shot(plan):
-        return ONE_SHOT
+        return ONE_SHOT if plan.problem.m <= SHORT_M else ONE_SHOT_TALL
     by_columns = pattern == "gemm+ar" and _is_by_columns(plan)
     m = plan.problem.m // (1 if by_columns else plan.world_size)
     # The last one equals the one before, unless half of that one's clusters would be padding.
     found = CONFIGS[pattern] if m <= SHORT_M else CONFIGS[pattern][:-1]
     if pattern in {"gemm+rs", "gemm+ar"} and m <= FLAT_M:
         found = (*found, FLAT)
-    few = (*SPANNING, *SPLIT) if pattern == "ag+gemm" else SPANNING
+    few = SPANNING.get(pattern, ())
     spanning = [config for config in few if may_span(traits_of(config, pattern), plan.world_size, m)]
     return tuple(dict.fromkeys((*found, *spanning)))
 
@@ -118,7 +125,7 @@ def traits_of(
     other = (found.tile[2], found.epilogue, found.raster, found.swizzle, found.share)
     if other != (64, "tma", "heuristic", 1, 1):
         raise ValueError(
-            f"a per-tile kernel has 64 elements of k in a stage, and a configuration like {LARGE} or {SPLIT[-1]}, "
+            f"a per-tile kernel has 64 elements of k in a stage, and a configuration like {LARGE} or {SPANNING['ag+gemm'][-1]}, "
             f"without direct, raster, swizzle and share, got {config}"
         )
     pingpong = found.kernel_schedule == "pingpong"
