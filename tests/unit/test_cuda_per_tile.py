@@ -278,7 +278,7 @@ def test_packets_of_a_one_shot_kernel() -> None:
     """Sums carry their epochs, so there are no flags and slots, and no results come."""
     gemm = one_shot_gemm()
     assert (gemm.flags, gemm.slot_bytes, gemm.traits.takes) == (0, 0, False)
-    assert gemm.packet_bytes == 2 * 3 * 4 * 40 * 128 * 2  # ranks, tiles, rows and columns
+    assert gemm.packet_bytes == 3 * 4 * 40 * 4 * 96  # ranks, tiles, rows, threads of a row; 64 bytes and 6 epochs
     assert [(tile.distance, tile.column) for tile in gemm.order] == [(0, 0), (0, 1)]
 
 
@@ -286,11 +286,11 @@ def test_packets_of_a_one_shot_kernel() -> None:
 @pytest.mark.parametrize(("tile", "pingpong"), [((64, 64), True), ((64, 96), True), ((128, 128), False)])
 @pytest.mark.parametrize("partial_dtype", ["bfloat16", "float32"])
 def test_packets_lie_apart(partial_dtype: str, tile: tuple[int, int], pingpong: bool, m: int) -> None:
-    """exchange_sums_ in per_tile.cu: where the packets of all elements of D lie, 16 bytes at a time."""
+    """exchange_sums_ in per_tile.cu: where the packets of all elements of D lie."""
     traits = KernelTraits("gemm+ar", tile, (1, 2), pingpong, partial_dtype=partial_dtype, one_shot=True)
     gemm = RankGemm(traits, (1, 2), m, 328, 64)
     size = 4 if partial_dtype == "float32" else 2
-    pairs, groups = tile[1] * size // 32, -(-min(tile[0], m) // 8)
+    packets, groups = -(-tile[1] * size // 4 // 12), -(-min(tile[0], m) // 8)
     parts, down = traits.parts, tile[0] // traits.parts // 64
     tiles = gemm.parts // parts
     places = set()
@@ -299,12 +299,11 @@ def test_packets_lie_apart(partial_dtype: str, tile: tuple[int, int], pingpong: 
     ):
         first = (half // 2 * parts + part) * 64 + warp * 16 + half % 2 * 8
         row = number // (tiles // gemm.order.blocks) * tile[0] + first
-        for lane, pair in itertools.product(range(32), range(pairs)):
+        for lane, packet in itertools.product(range(32), range(packets)):
             if row + lane // 4 < m:
-                of_rank = ((number * groups + first // 8) * pairs + pair) * 512 + lane * 16
-                places.add(source * tiles * groups * pairs * 512 + of_rank)
-    columns = tiles // gemm.order.blocks * tile[1]
-    assert len(places) * 16 == 2 * 3 * m * columns * size  # no two are the same
+                of_rank = ((number * groups + first // 8) * packets + packet) * 512 + lane * 16
+                places.add(source * tiles * groups * packets * 512 + of_rank)
+    assert len(places) == 3 * m * tiles // gemm.order.blocks * 4 * packets  # no two are the same
     assert max(places) + 16 <= gemm.packet_bytes
 
 

@@ -198,23 +198,28 @@ struct alignas(128) Params {
   uint32_t by_columns;  // all-reduce: m is rows of D, and n columns of a shard
 };
 
-// Two packets of a partial sum of a one-shot kernel.
-struct Packets {
-  uint64_t first, second;  // 4 bytes of the sum, and the lowest 32 bits of the epoch above them
+// Of a partial sum of a one-shot kernel: words, and the lowest 32 bits of the epoch. One access of 16 bytes is atomic.
+struct Packet {
+  static constexpr int kWords = 3;
+  uint32_t words[kWords], epoch;
 
-  Packets() = default;
-  CUTE_DEVICE Packets(uint32_t first, uint32_t second, uint32_t epoch)
-      : first(uint64_t(epoch) << 32 | first), second(uint64_t(epoch) << 32 | second) {}
-  CUTE_DEVICE bool are_of(uint32_t epoch) const { return first >> 32 == epoch && second >> 32 == epoch; }
-  CUTE_DEVICE uint2 data() const { return {uint32_t(first), uint32_t(second)}; }
   CUTE_DEVICE void load(uint64_t from) {
-    asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(from) : "memory");
+    asm volatile(
+        "{ .reg .b128 packet; .reg .b64 low, high; ld.relaxed.sys.global.b128 packet, [%4];\n"
+        "mov.b128 {low, high}, packet; mov.b64 {%0, %1}, low; mov.b64 {%2, %3}, high; }"
+        : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(epoch)
+        : "l"(from)
+        : "memory");
   }
   CUTE_DEVICE void store(uint64_t to) const {
-    asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(first), "l"(second) : "memory");
+    asm volatile(
+        "{ .reg .b128 packet; .reg .b64 low, high; mov.b64 low, {%1, %2}; mov.b64 high, {%3, %4};\n"
+        "mov.b128 packet, {low, high}; st.relaxed.sys.global.b128 [%0], packet; }" ::"l"(to),
+        "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(epoch)
+        : "memory");
   }
 };
-constexpr uint32_t kPacketBytes = 32 * sizeof(Packets);  // of a warp
+constexpr uint32_t kPacketBytes = 32 * sizeof(Packet);  // of a warp
 
 // What the blocks of a cluster learn of a ticket.
 struct alignas(16) Ticket {
@@ -1291,38 +1296,37 @@ class Kernel {
   }
 
   // One-shot: stores the partial sum of a tile at all peers, and adds those of all ranks, in the order of ranks: so all
-  // have the same bits. Packets of 8 bytes carry 4 bytes of a sum and 4 of the epoch. A packet comes as a whole, so it needs
-  // no flag, and no fence. A thread stores two at a time. Rows that do not exist have none.
+  // have the same bits. A packet comes as a whole, so it needs no flag, and no fence. Rows that do not exist have none.
   template <class Sums>
   CUTE_DEVICE void exchange_sums_(Sums& sums, Clock clock, Tile const& tile, int part, int thread) const {
-    constexpr int values = 8 / sizeof(Partial), pairs = kPartN / 4 / values;  // of two packets; of packets in a row
-    constexpr int halves = kDown * 2, ahead = cute::max(1, 16 / pairs);       // ranks whose packets are read at a time
-    using Values = cutlass::Array<Partial, values>;
-    using Convert = cutlass::NumericArrayConverter<Partial, float, values>;
+    constexpr int of_word = 4 / sizeof(Partial), words = kPartN / 4 / of_word;  // values; words of a thread in a row
+    constexpr int packets = (words + Packet::kWords - 1) / Packet::kWords;
+    constexpr int halves = kDown * 2, ahead = cute::max(1, 16 / packets);  // ranks whose packets are read at a time
+    using Word = cutlass::Array<Partial, of_word>;
+    using Convert = cutlass::NumericArrayConverter<Partial, float, of_word>;
     uint32_t const epoch = clock.epoch(), groups = (cute::min(int32_t(kTileM), params_.m) + 7) / 8;  // of 8 rows, of a tile
-    uint64_t const of_rank = uint64_t(parts_() / kParts) * groups * pairs * kPacketBytes;
+    uint64_t const of_rank = uint64_t(parts_() / kParts) * groups * packets * kPacketBytes;
     auto const first_row = [&](int half) { return (half / 2 * kParts + part) * kHeight + thread / 32 * 16 + half % 2 * 8; };
     auto const exists = [&](int half) {
       return int32_t(tile.row * kTileM + first_row(half) + lane() / 4) < params_.m;
     };
-    auto const at = [&](uint32_t rank, uint32_t source, int half, int pair) {
-      uint64_t const number = (uint64_t(part_(tile, 0) / kParts) * groups + first_row(half) / 8) * pairs + pair;
-      return spaces_.packet(rank, clock.buffer(), source * of_rank + number * kPacketBytes + lane() * 16);
+    auto const at = [&](uint32_t rank, uint32_t source, int half, int packet) {
+      uint64_t const number = (uint64_t(part_(tile, 0) / kParts) * groups + first_row(half) / 8) * packets + packet;
+      return spaces_.packet(rank, clock.buffer(), source * of_rank + number * kPacketBytes + lane() * sizeof(Packet));
     };
-    auto const value = [&](int half, int pair, int i) -> float& {
-      int const number = pair * values + i;
+    auto const value = [&](int half, int number) -> float& {
       return at_(sums, half / 2, number / 2 * 8, half % 2 * 2 + number % 2);
     };
-    uint2 own[halves][pairs];
+    uint32_t own[halves][packets * Packet::kWords] = {};
     CUTE_UNROLL
     for (int half = 0; half < halves; ++half) {
       CUTE_UNROLL
-      for (int pair = 0; pair < pairs; ++pair) {
-        cutlass::Array<float, values> exact;
+      for (int word = 0; word < words; ++word) {
+        cutlass::Array<float, of_word> exact;
         CUTE_UNROLL
-        for (int i = 0; i < values; ++i) exact[i] = value(half, pair, i);
+        for (int i = 0; i < of_word; ++i) exact[i] = value(half, word * of_word + i);
         auto const rounded = Convert::convert(exact);
-        own[half][pair] = reinterpret_cast<uint2 const&>(rounded);
+        own[half][word] = reinterpret_cast<uint32_t const&>(rounded);
       }
     }
     for (uint32_t distance = 1; distance < spaces_.ranks && !mute_; ++distance) {
@@ -1330,9 +1334,10 @@ class Kernel {
       for (int half = 0; half < halves; ++half) {
         if (!exists(half)) continue;
         CUTE_UNROLL
-        for (int pair = 0; pair < pairs; ++pair) {
-          uint2 const words = own[half][pair];
-          Packets{words.x, words.y, epoch}.store(at(rank_at_(distance), spaces_.rank, half, pair));
+        for (int packet = 0; packet < packets; ++packet) {
+          uint32_t const* const of_packet = &own[half][packet * Packet::kWords];
+          Packet{of_packet[0], of_packet[1], of_packet[2], epoch}.store(
+              at(rank_at_(distance), spaces_.rank, half, packet));
         }
       }
     }
@@ -1340,13 +1345,15 @@ class Kernel {
     for (int half = 0; half < halves; ++half) {
       if (!exists(half)) continue;
       CUTE_UNROLL
-      for (int i = 0; i < pairs * values; ++i) value(half, 0, i) = 0.0f;
+      for (int i = 0; i < words * of_word; ++i) value(half, i) = 0.0f;
       CUTE_NO_UNROLL
       for (uint32_t first = 0; first < spaces_.ranks; first += ahead) {
-        Packets found[ahead][pairs];
+        Packet found[ahead][packets];
         auto const load = [&](uint32_t i) {
           CUTE_UNROLL
-          for (int pair = 0; pair < pairs; ++pair) found[i][pair].load(at(spaces_.rank, first + i, half, pair));
+          for (int packet = 0; packet < packets; ++packet) {
+            found[i][packet].load(at(spaces_.rank, first + i, half, packet));
+          }
         };
         CUTE_UNROLL
         for (uint32_t i = 0; i < ahead; ++i) {
@@ -1360,17 +1367,20 @@ class Kernel {
           for (uint32_t spins = 1; received && !lost; ++spins) {
             bool arrived = true;
             CUTE_UNROLL
-            for (int pair = 0; pair < pairs; ++pair) arrived &= found[i][pair].are_of(epoch);
+            for (auto const& packet : found[i]) arrived &= packet.epoch == epoch;
             if (arrived) break;
             lost = spaces_.ends_(spins);
             load(i);
           }
           CUTE_UNROLL
-          for (int pair = 0; pair < pairs; ++pair) {
-            uint2 const words = received ? found[i][pair].data() : own[half][pair];
-            auto const& addends = reinterpret_cast<Values const&>(words);
+          for (int word = 0; word < words; ++word) {
+            auto const& packet = found[i][word / Packet::kWords];
+            uint32_t const bits = received ? packet.words[word % Packet::kWords] : own[half][word];
+            auto const& addends = reinterpret_cast<Word const&>(bits);
             CUTE_UNROLL
-            for (int j = 0; j < values; ++j) value(half, pair, j) += lost ? __int_as_float(0x7fffffff) : float(addends[j]);
+            for (int j = 0; j < of_word; ++j) {
+              value(half, word * of_word + j) += lost ? __int_as_float(0x7fffffff) : float(addends[j]);
+            }
           }
         }
       }

@@ -27,8 +27,10 @@ __all__ = ["LANES", "Matrices", "RankGemm", "Space", "may_span", "params_of"]
 
 SLOT_ALIGNMENT = 1024
 MAX_TICKETS = 1 << TICKET_BITS
-PACKET_ROWS = 8
-"""Rows whose packets a warp stores together."""
+PACKET_ROWS, ROW_THREADS = 8, 4
+"""Rows whose packets a warp stores together, and its threads that have a row."""
+PACKET_BYTES, PACKET_DATA_BYTES = 16, 12
+"""Of a packet, and of the partial sum in it. The rest is the epoch."""
 LANES = 32
 """Of a warp, each of which reads a flag."""
 MAX_SENT_ROWS = (1 << 31) // PIECE_BYTES
@@ -244,13 +246,19 @@ class RankGemm:
         return self.flags * self.traits.part_bytes
 
     @property
+    def row_packet_bytes(self) -> int:
+        """Bytes of the packets of a tile's row: four threads share the row, and each has packets of its own."""
+        data = self.traits.tile[1] * BYTES[self.traits.partial_dtype] // ROW_THREADS
+        return ROW_THREADS * -(-data // PACKET_DATA_BYTES) * PACKET_BYTES
+
+    @property
     def packet_bytes(self) -> int:
-        """Bytes of packets in each buffer of a workspace: twice those of the partial sums of all ranks."""
+        """Bytes of packets in each buffer of a workspace: those of the partial sums of all ranks."""
         traits = self.traits
         if not traits.one_shot:
             return 0
         tiles, rows = self.parts // traits.parts, min(traits.tile[0], -(-self.m // PACKET_ROWS) * PACKET_ROWS)
-        return 2 * self.ranks * tiles * rows * traits.tile[1] * BYTES[traits.partial_dtype]
+        return self.ranks * tiles * rows * self.row_packet_bytes
 
     @property
     def loaded_rows(self) -> tuple[int, int]:

@@ -172,12 +172,13 @@ def _link_us(size: float, gb_per_s: float) -> float:
 
 
 def _stored_share(gemm: RankGemm) -> float:
-    """The share of tiles that is stored at peers: 16 rows at a time of those that exist; in packets, twice each row."""
+    """The share of tiles that is stored at peers: 16 rows at a time of those that exist; in packets, more than a row."""
     if gemm.traits.gathers:
         return 1.0
     rows = gemm.order.blocks * gemm.traits.cluster[0] * gemm.traits.tile[0]
     if gemm.traits.one_shot:
-        return 2.0 * gemm.m / rows
+        row_bytes = gemm.traits.tile[1] * BYTES[gemm.traits.partial_dtype]
+        return gemm.row_packet_bytes / row_bytes * gemm.m / rows
     return min(1.0, -(-gemm.m // WARP_ROWS) * WARP_ROWS / rows)
 
 
