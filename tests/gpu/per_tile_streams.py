@@ -56,11 +56,13 @@ def gemms(ranks: int) -> list[RankGemm]:
     """All patterns, both kernel schedules, tiles that lie partly outside, and numbers of slots that differ."""
     distances = tuple(range(1, ranks))
     pingpong, wide, high = ((128, 128), (2, 1), True), ((128, 256), (1, 2), False), ((256, 128), (2, 1), False)
+    split = ((64, 64), (2, 1), True)
 
     def gemm(
         pattern: Any, kind: tuple[Any, ...], m: int, n: int, k: int, *, one_shot: bool = False, **more: bool
     ) -> RankGemm:
-        traits = KernelTraits(pattern, *kind, sends=pattern in GATHERING, one_shot=one_shot)
+        of_kind = {"split": 2, "epilogue_stages": 1} if kind == split else {}
+        traits = KernelTraits(pattern, *kind, sends=pattern in GATHERING, one_shot=one_shot, **of_kind)
         return RankGemm(traits, distances, m, n, k, **more)
 
     return [
@@ -83,6 +85,9 @@ def gemms(ranks: int) -> list[RankGemm]:
         gemm("ag+gemm", pingpong, 40 * ranks, 328, 136, spans=True),
         gemm("gemm+rs", wide, 16 * ranks, 264, 64, spans=True),
         gemm("gemm+rs", pingpong, 48 * ranks, 328, 136, spans=True),
+        gemm("ag+gemm", split, 40 * ranks, 328, 136, spans=True),
+        gemm("gemm+rs", split, 48 * ranks, 328, 136, spans=True),
+        gemm("gemm+ar", split, 72, 328, 136, one_shot=True),
     ]
 
 

@@ -182,7 +182,7 @@ def test_other_plans_that_are_refused() -> None:
         (GATHER, (128, 4 * 3584, 4096), "64x64x64_2x2_pingpong_split_4", 1),
         (GATHER, (128, 4 * 2304, 16384), "64x64x64_2x2_pingpong_split_4", 1),
         (GATHER, (128, 4 * 7168, 8192), "64x128x64_2x1_pingpong", 2),
-        (SCATTER, (128, 16384, 4 * 6656), "64x128x64_2x1_pingpong", 4),
+        (SCATTER, (128, 8192, 4 * 3584), "64x64x64_2x1_pingpong_split_2", 1),
         (ALL_REDUCE, (2048, 8192, 4 * 1024), "64x128x64_2x1_pingpong", 3),
     ],
 )

@@ -33,7 +33,7 @@ def test_the_verdict_names_what_is_wrong() -> None:
         ({1: replace(right[1], newer_words=1)}, 1),
         ({2: replace(right[2], rounds=9)}, 2),
         ({2: replace(right[2], timeouts=1)}, 2),
-        ({3: replace(right[3], stale_rounds=0)}, 3),
+        ({len(PROTOCOL): replace(right[len(PROTOCOL)], stale_rounds=0)}, 3),
         ({len(right) - 1: replace(right[-1], stale_rounds=5)}, 0),
     ):
         assert status_of([changed.get(number, row) for number, row in enumerate(right)], variants) == status

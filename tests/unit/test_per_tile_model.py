@@ -87,11 +87,11 @@ def test_tiles_that_span_shards_read_b_once(pattern: Pattern, sent: int, ranks: 
     [("64x64x64_1x1_pingpong_split_4", (64, 64), 1), ("64x64x64_2x2_pingpong_split_4", (128, 128), 4)],
 )
 def test_blocks_that_split_k_multiply_a_part_of_it(config: str, block_tile: tuple[int, int], tiles: int) -> None:
-    """One cluster of tiles: a quarter of the stages, rounded up, and four sums of a tile."""
+    """One cluster of tiles: a quarter of the stages, rounded up, at the rate of k in two and in two; four sums of a tile."""
     costs, k = Costs(UNLIMITED, exchange=3.0, split_share=0.5), 64 * 401
     one = RankGemm(traits_of(config, "ag+gemm"), (), *block_tile, k)
     assert one.order.clusters == 1 and one.parts == tiles
-    multiply = 2 * block_tile[0] * block_tile[1] * 64 * 101 / (930e6 / 132 * TILES[block_tile].peak * 0.5)
+    multiply = 2 * block_tile[0] * block_tile[1] * 64 * 101 / (930e6 / 132 * TILES[block_tile].peak * 0.5**2)
     others = 4 * 2 * 3.0 + TILES[block_tile].overhead + costs.write_subtile
     assert predict_per_tile(one, costs).time == pytest.approx(costs.start + multiply + others + costs.stored)
 

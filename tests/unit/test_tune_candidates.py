@@ -122,7 +122,7 @@ def test_few_tokens_take_a_one_shot_kernel_or_a_library() -> None:
         ("2xh200", 1.08, 0.7),
         ("4xh200", 1.03, 0.7),
         ("few_2xh200", 1.04, 0.7),
-        ("few_4xh200", 1.06, 0.7),
+        ("few_4xh200", 1.06, 0.6),
         ("all_to_all_2xh200", 1.12, 0.4),
         ("all_to_all_4xh200", 1.12, 0.7),
     ],
@@ -131,7 +131,8 @@ def test_what_is_predicted_is_nearly_the_fastest_measured(file: str, most: float
     """In the geometric mean over the rows of a benchmark whose predicted configuration was measured.
 
     This is at least such a share of the rows: a benchmark measures what was predicted to be fast in its time. Per-tile
-    kernels take 4.2 us less than in the files of four GPUs, whose graphs had nodes behind each call.
+    kernels take 4.2 us less than in the files of four GPUs, whose graphs had nodes behind each call; and reductions of
+    few rows had no kernels that split k then.
     """
     path = Path(__file__).parents[2] / "benchmarks" / "results" / f"executions_{file}.json"
     slower, rows = [], json.loads(path.read_text())["rows"]
@@ -160,10 +161,11 @@ def test_per_tile_kernels_are_considered(pattern: Pattern) -> None:
     assert [config.execution.config for config in found] == [*CONFIGS[pattern][:-1]]
     few = candidates.predictions(GemmProblem(256, 8192, 8192), pattern, 4)
     tiles = [config.execution.config for config in few if config.execution.execution == "per_tile"]
-    tall = ("128x128x64_1x2_cooperative", "64x64x64_2x2_pingpong_split_4")  # of more than 64 rows
-    sums = (FLAT, tall[0], "64x64x64_2x1_pingpong", "64x64x64_2x1_pingpong_split_2")
-    by_columns = CONFIGS["gemm+ar"][:-1]
-    more = {"ag+gemm": tall, "gemm+rs": sums, "gemm+ar": (FLAT, *by_columns)}
+    more = {
+        "ag+gemm": [config for config in SPANNING["ag+gemm"] if config.startswith("128x128") or "_2x" in config],
+        "gemm+rs": [FLAT, *(x for x in SPANNING["gemm+rs"] if x.startswith("128x128") or "_2x" in x)],
+        "gemm+ar": [FLAT, *CONFIGS["gemm+ar"][:-1]],  # the latter of shards of columns
+    }
     assert tiles == [*CONFIGS[pattern], *more.get(pattern, ())]
     for rows, flat in ((64, True), (128, True), (129, False)):
         measured = candidates.predictions(GemmProblem(4 * rows, 8192, 8192), pattern, 4)

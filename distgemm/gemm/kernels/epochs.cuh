@@ -49,6 +49,28 @@ struct Control {
   uint64_t begun[kRanks];  // the last epoch that each rank has begun. The watchdog reads it
 };
 
+// Words of a partial sum of a one-shot kernel, and the lowest 32 bits of the epoch. Loads and stores of a packet are
+// atomic, so who finds the epoch has the words.
+struct Packet {
+  static constexpr int kWords = 3;
+  uint32_t words[kWords], epoch;
+
+  CUTE_DEVICE void load(uint64_t from) {
+    asm volatile(
+        "{ .reg .b128 packet; .reg .b64 low, high; ld.relaxed.sys.global.b128 packet, [%4];\n"
+        "mov.b128 {low, high}, packet; mov.b64 {%0, %1}, low; mov.b64 {%2, %3}, high; }"
+        : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(epoch)
+        : "l"(from)
+        : "memory");
+  }
+  CUTE_DEVICE void store(uint64_t to) const {
+    asm volatile(
+        "{ .reg .b128 packet; .reg .b64 low, high; mov.b64 low, {%1, %2}; mov.b64 high, {%3, %4};\n"
+        "mov.b128 packet, {low, high}; st.relaxed.sys.global.b128 [%0], packet; }" ::"l"(to),
+        "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(epoch)
+        : "memory");
+  }
+};
 // Where the workspaces of all ranks are. All have one layout: the control, then flags, slots and packets of both buffers.
 struct Workspaces {
   uint64_t base[kRanks];

@@ -45,8 +45,8 @@
 //   3. A warp group multiplies, adds, and writes subtiles of 8 KiB: barriers `free` and `written`.
 //   4. Warp 3 stores subtiles by TMA. Once all that it stored at a peer is there, it sets the flag of the part.
 //
-// With DG_SPLIT the blocks of a cluster split k: each multiplies all tiles of the cluster, with a part of the
-// stages of k. The first blocks finish a tile each, as above, and the other ones send them their sums: barriers `summed` and `taken`.
+// With DG_SPLIT the blocks of a cluster split k: each multiplies all tiles of the cluster, with a part of the stages of k.
+// The first blocks finish a tile each, as above, and the other ones send them their sums: barriers `summed` and `taken`.
 //
 // A flag has the epoch in which its slot was filled last. A wait ends if it is the epoch of the ticket (epochs.cuh).
 // All waits end: a tile waits only for tiles with lower tickets on other ranks, or for warps 1, which wait for no tile.
@@ -198,27 +198,6 @@ struct alignas(128) Params {
   uint32_t by_columns;  // all-reduce: m is rows of D, and n columns of a shard
 };
 
-// Of a partial sum of a one-shot kernel: words, and the lowest 32 bits of the epoch. One access of 16 bytes is atomic.
-struct Packet {
-  static constexpr int kWords = 3;
-  uint32_t words[kWords], epoch;
-
-  CUTE_DEVICE void load(uint64_t from) {
-    asm volatile(
-        "{ .reg .b128 packet; .reg .b64 low, high; ld.relaxed.sys.global.b128 packet, [%4];\n"
-        "mov.b128 {low, high}, packet; mov.b64 {%0, %1}, low; mov.b64 {%2, %3}, high; }"
-        : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(epoch)
-        : "l"(from)
-        : "memory");
-  }
-  CUTE_DEVICE void store(uint64_t to) const {
-    asm volatile(
-        "{ .reg .b128 packet; .reg .b64 low, high; mov.b64 low, {%1, %2}; mov.b64 high, {%3, %4};\n"
-        "mov.b128 packet, {low, high}; st.relaxed.sys.global.b128 [%0], packet; }" ::"l"(to),
-        "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(epoch)
-        : "memory");
-  }
-};
 constexpr uint32_t kPacketBytes = 32 * sizeof(Packet);  // of a warp
 
 // What the blocks of a cluster learn of a ticket.

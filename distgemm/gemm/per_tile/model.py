@@ -58,7 +58,7 @@ TILES: Mapping[tuple[int, int], TileCosts] = MappingProxyType(
         (256, 144): TileCosts(0.846, 1.016, 2.08),
         (256, 128): TileCosts(0.900, 0.981, 1.09),
         (64, 256): TileCosts(0.633, 0.924, 1.4),
-        (128, 64): TileCosts(0.550, 0.752, 0.80),
+        (128, 64): TileCosts(0.600, 0.752, 1.60),
         (64, 128): TileCosts(0.628, 0.752, 0.78),
         (64, 64): TileCosts(0.328, 0.469, 0.34),
     }

@@ -50,17 +50,14 @@ SHORT_M = 64
 FLAT_M = 128
 """Rows of a shard, up to which clusters of one row of tiles are worth a try: with tiles of 64 rows, and with FLAT."""
 FEW = ("128x128x64_1x2_cooperative", "64x64x64_1x2_pingpong", "64x128x64_1x2_pingpong")
-SPLIT = ("64x64x64_1x2_pingpong_split_2", "64x64x64_2x1_pingpong_split_2")
+SPLIT = "64x64x64_2x1_pingpong_split_2"
 SPANNING: dict[Pattern, tuple[str, ...]] = {
-    "ag+gemm": (
-        *(*FEW, SPLIT[1]),
-        *(f"64x64x64_{cluster}_pingpong_split_4" for cluster in ("1x2", "2x1", "2x2")),
-    ),
-    "gemm+rs": (*FEW, "64x64x64_2x1_pingpong", *SPLIT),
+    "ag+gemm": (*FEW, SPLIT, *(f"64x64x64_{cluster}_pingpong_split_4" for cluster in ("1x2", "2x1", "2x2"))),
+    "gemm+rs": (*FEW, "64x64x64_2x1_pingpong", SPLIT),
 }
-"""Those of few rows whose tiles span shards. Where SMs would be idle, thread blocks split k."""
+"""Those of few rows whose tiles span shards. Thread blocks split k where SMs would be idle without that."""
 ONE_SHOT = ("64x64x64_1x2_pingpong", "64x128x64_1x2_pingpong", "64x64x64_1x1_pingpong_split_2")
-ONE_SHOT_TALL = ("64x64x64_2x1_pingpong", "64x128x64_2x1_pingpong", "64x64x64_2x1_pingpong_split_2")
+ONE_SHOT_TALL = ("64x64x64_2x1_pingpong", "64x128x64_2x1_pingpong", SPLIT)
 """Those of one-shot all-reduces: of up to SHORT_M rows, and of more, with tiles of 128 rows that read B once."""
 MACHINE = "h200"
 """The machine of all predictions, whatever the GPU: they only say which kernels are worth measuring."""

@@ -1,4 +1,4 @@
-"""A litmus test of the flags through which kernels pass data: store, set, wait, load, compare.
+"""A litmus test of the flags and packets through which kernels pass data: store, set, wait, load, compare.
 
     python -m tests.gpu.litmus                            two ranks on one GPU
     python -m tests.gpu.litmus --gpus 2                   on two GPUs, each a rank; needs peer access
@@ -35,8 +35,9 @@ import typer
 
 from distgemm.gemm.nvcc import KernelSource, command, find_nvcc
 
-PATHS = ("piece", "part", "sum")
-CHANGES = ("nothing", "release", "wait and release", "proxy fence", "acquire", "epoch")
+FLAGGED = ("piece", "part", "sum")
+PATHS = (*FLAGGED, "packet")
+CHANGES = ("nothing", "release", "wait and release", "proxy fence", "acquire", "epoch", "whole stores")
 """What is left out, in the order of litmus.cu's enum."""
 
 SLOTS, ROW, WARP_GROUPS = 2, 256, 2
@@ -68,8 +69,9 @@ class Variant(NamedTuple):
 PROTOCOL = [Variant(path) for path in PATHS]
 CONTROLS = [Variant(path, "epoch", control=True) for path in PATHS]
 OMISSIONS = [
-    *(Variant(path, omitted) for path in PATHS for omitted in ("release", "wait and release", "acquire")),
+    *(Variant(path, omitted) for path in FLAGGED for omitted in ("release", "wait and release", "acquire")),
     *(Variant(path, "proxy fence") for path in ("piece", "part")),
+    Variant("packet", "whole stores"),
 ]
 """What they give is reported, and may be nothing."""
 LARGE_TILE = 64 << 10

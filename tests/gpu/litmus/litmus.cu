@@ -7,6 +7,9 @@
 // a slot that is still read: before round n + 1, it has seen the peer's flags of round n, which the peer sets once it has
 // read what came in round n - 1.
 //
+// Along the path of packets, threads store the packets of one-shot kernels, and wait for those of the peer. There are no
+// flags: a packet has the epoch itself.
+//
 // Further blocks read and write more memory than L2 holds.
 
 #include <cstdint>
@@ -28,6 +31,7 @@ enum Path : int32_t {
   kPiece,  // the lanes of a warp store by TMA. The lanes of a warp read flags, and one loads by TMA
   kPart,   // one thread stores by TMA. One thread reads flags and loads by TMA
   kSum,    // one thread stores by TMA. The lanes of each warp read flags and load without TMA
+  kPacket,  // each thread stores packets, and loads them until they have the epoch
 };
 constexpr uint64_t kFirstEpoch = (1ull << 43) - (1 << 20);  // so that all bits change
 // What is left out of the protocol.
@@ -38,6 +42,7 @@ enum Change : int32_t {
   kNoProxyFence,     // no fence between the flag and TMA's load
   kNoAcquire,        // the flag is read without acquire
   kOlderEpoch,       // any epoch ends a wait
+  kHalves,           // a packet is stored in two halves, first that with the epoch
 };
 
 struct Result {
@@ -166,6 +171,35 @@ __device__ inline void wait_for_load(uint64_t* arrived, uint32_t parity) {
       : "memory");
 }
 
+// Stores this thread's packets at the peer, and waits for the peer's. They go to shared memory, their rounds behind them.
+template <Change change>
+__device__ bool exchange_packets(Arguments const& args, uint32_t* in, size_t first, uint32_t round, uint64_t deadline) {
+  uint32_t const first_epoch = uint32_t(kFirstEpoch), epoch = first_epoch + round;
+  int const words = args.bytes / 4;
+  for (int i = threadIdx.x * 4; i < words; i += kThreads * 4) {
+    uint64_t const to = reinterpret_cast<uint64_t>(args.peer_slots + first + i);
+    if constexpr (change == kHalves) {
+      asm volatile(
+          "st.relaxed.sys.global.v2.b32 [%0 + 8], {%1, %2};\n"
+          "st.relaxed.sys.global.v2.b32 [%0], {%1, %1};" ::"l"(to), "r"(round), "r"(epoch)
+          : "memory");
+    } else {
+      distgemm::Packet{{round, round, round}, epoch}.store(to);
+    }
+  }
+  for (int i = threadIdx.x * 4; i < words; i += kThreads * 4) {
+    distgemm::Packet found;
+    for (uint32_t looks = 1;; ++looks) {
+      found.load(reinterpret_cast<uint64_t>(args.slots + first + i));
+      if (found.epoch == epoch || change == kOlderEpoch) break;
+      if (looks % 256 == 0 && nanoseconds() > deadline) return false;
+    }
+    for (int word = 0; word < 3; ++word) in[i + word] = found.words[word];
+    in[i + 3] = found.epoch - first_epoch;
+  }
+  return true;
+}
+
 // Reads and writes until the other blocks have ended.
 __device__ void press(Arguments const& args, uint64_t deadline) {
   uint64_t const threads = uint64_t(args.further_blocks) * kThreads;
@@ -225,12 +259,18 @@ __global__ void __launch_bounds__(kThreads) litmus(__grid_constant__ Parameters 
     uint64_t const epoch = kFirstEpoch + round;
     size_t const first_flag = (size_t(slot) * args.blocks + block) * kWarpGroups;
     auto const flag_at = [&](uint64_t* flags, size_t number) { return reinterpret_cast<uint64_t>(flags + number); };
-    if (threadIdx.x % kWarpGroupThreads < 32) {
+    if (path != kPacket && threadIdx.x % kWarpGroupThreads < 32) {
       pass_on<path, change>(args, out + warp_group * part * kRowWords, mine, part,
                             flag_at(args.peer_flags, first_flag + warp_group), epoch);
     }
 
-    if constexpr (path == kSum) {
+    if constexpr (path == kPacket) {
+      bool const mine_came =
+          exchange_packets<change>(args, in, size_t(slot * args.blocks + block) * words, round, deadline);
+      if (threadIdx.x == 0) came = true;
+      __syncthreads();
+      if (!mine_came) came = false;
+    } else if constexpr (path == kSum) {
       bool const mine_came = wait_for_epoch<path, change>(flag_at(args.flags, first_flag), epoch, deadline);
       uint32_t const* const from = args.slots + size_t(slot * args.blocks + block) * words;
       for (int i = threadIdx.x * 4; mine_came && i < words; i += kThreads * 4) {
@@ -266,7 +306,7 @@ __global__ void __launch_bounds__(kThreads) litmus(__grid_constant__ Parameters 
     }
     __syncthreads();
     if (!came) break;
-    if constexpr (path != kSum) wait_for_load(&arrived, number % 2);
+    if constexpr (path == kPiece || path == kPart) wait_for_load(&arrived, number % 2);
     uint32_t stale = 0, newer = 0, oldest = 0;
     for (int i = threadIdx.x; i < words; i += kThreads) {
       int32_t const behind = int32_t(round - in[i]);
@@ -338,6 +378,9 @@ int litmus_launch(Arguments const* args, int path, int change, cudaStream_t stre
   LITMUS_EPOCHS(kPiece)
   LITMUS_EPOCHS(kPart)
   LITMUS_EPOCHS(kSum)
+  LITMUS_CASE(kPacket, kNothing)
+  LITMUS_CASE(kPacket, kOlderEpoch)
+  LITMUS_CASE(kPacket, kHalves)
 #undef LITMUS_EPOCHS
 #undef LITMUS_CASE
   return -1;
