@@ -533,7 +533,7 @@ def slices_of(shard: torch.Tensor) -> torch.Tensor:
     return padded.unflatten(1, (-1, wide)).transpose(0, 1).flatten()
 
 
-@pytest.mark.parametrize(("pattern", "kind"), CASES, ids=str)
+@pytest.mark.parametrize(("pattern", "kind"), [*CASES, *(("gemm+rs", kind) for kind in SPLIT_SUMS)], ids=str)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_rank_alone(pattern: str, kind: tuple, ranks: int) -> None:
     """All flags of rank 0 are set before, so its kernel waits for none: a tool may run one kernel at a time.
@@ -575,6 +575,30 @@ def test_a_rank_alone(pattern: str, kind: tuple, ranks: int) -> None:
                 wanted = slices_of(call["a"] if pattern == "ag+gemm" else call["a"][rank * m : (rank + 1) * m])
                 begin = space.slots_at + buffer * space.slots_of_buffer + (distance - 1) * wanted.nbytes
                 assert torch.equal(memory[rank][begin : begin + wanted.nbytes].view(torch.bfloat16), wanted)
+
+
+@pytest.mark.parametrize("kind", [ONE_SHOT[0], *SPLIT_SUMS], ids=str)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_alone_with_packets(kind: tuple, ranks: int) -> None:
+    """The packets of all peers have come before, and hold ones. Words that are left over hold the epoch."""
+    gemm = RankGemm(traits("gemm+ar", *kind, one_shot=True), distances(ranks), 72, 328, 136)
+    across = gemm.order.columns * kind[1][1]  # tiles
+    of_thread = gemm.row_packet_bytes // 64  # packets, of 8 words of a row
+    for epoch in (7, 8):  # one for each buffer
+        there = LocalRanks(gemm, epoch=epoch)
+        space, begin = there.spaces[0], there.spaces[0].packets_at + buffer_of(epoch) * gemm.packet_bytes
+        packets = [x[begin : begin + space.packet_bytes].view(torch.int32).view(-1, 4) for x in there.memory]
+        ones = torch.ones(6, device="cuda", dtype=torch.bfloat16).view(torch.int32)
+        packets[0][:] = torch.cat([ones, torch.full_like(ones[:1], epoch)])
+        packets[0].view(-1, of_thread, 32, 4)[:, -1, :, 8 % 3 :] = epoch
+        call, *peers = drawn(there, 0)
+        wanted = call["a"].double() @ call["b"].double().T + (ranks - 1)
+        torch.cuda.synchronize()
+        there.launches([call, *peers])[0]()
+        torch.cuda.synchronize()
+        torch.testing.assert_close(call["d"].double(), wanted, rtol=0.02, atol=0.02 * wanted.abs().max().item())
+        for found in packets[1:]:
+            assert (found[:, 3] == epoch).sum() == 72 * across * gemm.row_packet_bytes // 16
 
 
 def test_almost_as_many_tiles_as_tickets() -> None:

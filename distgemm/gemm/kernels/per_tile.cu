@@ -243,12 +243,21 @@ struct Barrier {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at(barrier)), "r"(bytes) : "memory");
   }
   // At the same barrier of a block of the cluster. It orders no memory: a wider scope would flush caches.
+  template <bool kOfCluster = false>  // whether the block sees what was stored, or has been read, before
   CUTE_DEVICE static void arrive_at(uint64_t& barrier, uint32_t block) {
-    asm volatile(
-        "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(at(barrier)),
-        "r"(block)
-        : "memory");
+    if constexpr (kOfCluster) {
+      asm volatile(
+          "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
+          "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(at(barrier)),
+          "r"(block)
+          : "memory");
+    } else {
+      asm volatile(
+          "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
+          "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(at(barrier)),
+          "r"(block)
+          : "memory");
+    }
   }
   CUTE_DEVICE static bool test(uint64_t& barrier, uint32_t phase) {
     uint32_t done;
@@ -1075,7 +1084,7 @@ class Kernel {
   template <class Sums, class Own>
   CUTE_DEVICE void exchange_parts_(Sums const& sums, Own& own, uint32_t number, int group, int thread) {
     constexpr int values = kTileM * kTileN / kWarpGroupThreads, of_rows = kTileN / 2;  // of a thread; in 64 rows
-    Barrier::wait(storage_.taken, number + 1);
+    Barrier::wait<true>(storage_.taken, number + 1);
     turn_arrive_(1 - group);
     float* const own_part = &storage_.sums[block_][thread * 4];
     CUTE_UNROLL
@@ -1093,7 +1102,7 @@ class Kernel {
     }
     asm volatile("fence.acq_rel.cluster;" ::: "memory");
     __syncwarp();
-    if (lane() < kTiles) Barrier::arrive_at(storage_.summed, lane());
+    if (lane() < kTiles) Barrier::arrive_at<true>(storage_.summed, lane());
     if (!finishes_()) return;
     clear(own);
     Barrier::wait<true>(storage_.summed, number);
@@ -1111,7 +1120,7 @@ class Kernel {
       }
     }
     __syncwarp();
-    if (lane() < kCluster) Barrier::arrive_at(storage_.taken, lane());
+    if (lane() < kCluster) Barrier::arrive_at<true>(storage_.taken, lane());
   }
 
   // What is done with the sum of a tile, or of a part of it.
@@ -1296,9 +1305,13 @@ class Kernel {
     auto const value = [&](int half, int number) -> float& {
       return at_(sums, half / 2, number / 2 * 8, half % 2 * 2 + number % 2);
     };
-    uint32_t own[halves][packets * Packet::kWords] = {};
+    // Words that are left over have the epoch, and are compared, too: ptxas splits the load of a packet if a word in its
+    // middle is not used.
+    uint32_t own[halves][packets * Packet::kWords];
     CUTE_UNROLL
     for (int half = 0; half < halves; ++half) {
+      CUTE_UNROLL
+      for (int word = words; word < packets * Packet::kWords; ++word) own[half][word] = epoch;
       CUTE_UNROLL
       for (int word = 0; word < words; ++word) {
         cutlass::Array<float, of_word> exact;
@@ -1347,6 +1360,10 @@ class Kernel {
             bool arrived = true;
             CUTE_UNROLL
             for (auto const& packet : found[i]) arrived &= packet.epoch == epoch;
+            CUTE_UNROLL
+            for (int word = words; word < packets * Packet::kWords; ++word) {
+              arrived &= found[i][word / Packet::kWords].words[word % Packet::kWords] == epoch;
+            }
             if (arrived) break;
             lost = spaces_.ends_(spins);
             load(i);
