@@ -24,7 +24,7 @@ from distgemm.tune.kernels import Scope, configs_of, sources_of
 __all__ = ["PACKED_RANKS", "PACKED_TOKENS", "group_of", "kernel_sources", "layer_needs", "sources_for"]
 
 PACKED_RANKS = (2, 4, 8)
-PACKED_TOKENS = (64, 512, 2048, 8192, 16384)
+PACKED_TOKENS = (64, 128, 512, 2048, 8192, 16384)
 """Numbers of ranks and of tokens for which kernels are listed."""
 
 
@@ -77,7 +77,8 @@ def kernel_sources(dtypes: Sequence[str], scope: Scope) -> list[KernelSource]:
 
     They are for the layers of :data:`distgemm.measure.models.MODELS` and each of ``PACKED_RANKS`` and
     ``PACKED_TOKENS``, on the GPU that :func:`distgemm.gemm.target.compiling_for` names.
-    Kernels with all tiles do not depend on extents, so with "tiles" one model and one number of tokens stand for all.
+    Kernels with all tiles do not depend on extents, so with "tiles" one model and two numbers of tokens stand for all:
+    one-shot all-reduces of more than 64 tokens have kernels of their own.
 
     Args:
         dtypes: element types.
@@ -86,8 +87,9 @@ def kernel_sources(dtypes: Sequence[str], scope: Scope) -> list[KernelSource]:
     Raises:
         RuntimeError: if this process has a process group. The listing makes groups without other processes.
     """
-    few = 1 if scope == "tiles" else None
-    models, tokens = list(MODELS.values())[:few], PACKED_TOKENS[:few]
+    models, tokens = list(MODELS.values()), list(PACKED_TOKENS)
+    if scope == "tiles":
+        models, tokens = models[:1], tokens[:2]
     found: dict[KernelSource, None] = {}
     for ranks in PACKED_RANKS:
         needs: dict[Need, None] = {}

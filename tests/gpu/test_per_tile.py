@@ -580,10 +580,10 @@ def test_a_rank_alone(pattern: str, kind: tuple, ranks: int) -> None:
 @pytest.mark.parametrize("kind", [ONE_SHOT[0], *SPLIT_SUMS], ids=str)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_rank_alone_with_packets(kind: tuple, ranks: int) -> None:
-    """The packets of all peers have come before, and hold ones. Words that are left over hold the epoch."""
+    """The packets of all peers have come before, and hold ones. Quarters that are left over hold the epoch."""
     gemm = RankGemm(traits("gemm+ar", *kind, one_shot=True), distances(ranks), 72, 328, 136)
     across = gemm.order.columns * kind[1][1]  # tiles
-    of_thread = gemm.row_packet_bytes // 64  # packets, of 8 words of a row
+    of_thread = gemm.row_packet_bytes // 64  # packets: a thread has 32 bytes of a row
     for epoch in (7, 8):  # one for each buffer
         there = LocalRanks(gemm, epoch=epoch)
         space, begin = there.spaces[0], there.spaces[0].packets_at + buffer_of(epoch) * gemm.packet_bytes

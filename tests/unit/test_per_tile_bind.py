@@ -51,7 +51,10 @@ def test_other_kernels_are_refused(changes: dict[str, Any], said: str) -> None:
     [
         ({"pingpong": False, "tile": (128, 64)}, "2, 4 or 8 for a pingpong kernel .*, got 4, cooperative"),
         ({"pattern": "a2a+gemm"}, "one-shot all-reduces split k, got per_tile a2a"),
-        ({"pattern": "gemm+ar", "sends": False, "tile": (64, 64)}, "one-shot all-reduces split k, got per_tile gemm.ar"),
+        (
+            {"pattern": "gemm+ar", "sends": False, "tile": (64, 64)},
+            "one-shot all-reduces split k, got per_tile gemm.ar",
+        ),
         ({"split": 2}, "clusters have at most so many tiles, got 2, pingpong and clusters of 2x2"),
         ({"cluster": (2, 1), "tile": (128, 128)}, "at most 24576 elements with one of them again, got per_tile ag"),
         ({"tile": (64, 128), "cluster": (1, 1), "split": 8}, "-3 stages, and 3 are needed"),

@@ -87,7 +87,7 @@ def test_tiles_that_span_shards_read_b_once(pattern: Pattern, sent: int, ranks: 
     [("64x64x64_1x1_pingpong_split_4", (64, 64), 1), ("64x64x64_2x2_pingpong_split_4", (128, 128), 4)],
 )
 def test_blocks_that_split_k_multiply_a_part_of_it(config: str, block_tile: tuple[int, int], tiles: int) -> None:
-    """One cluster of tiles: a quarter of the stages, rounded up, at the rate of k in two and in two; four sums of a tile."""
+    """One cluster of tiles: a quarter of the stages, rounded up, at half of half of the rate; four sums of a tile."""
     costs, k = Costs(UNLIMITED, exchange=3.0, split_share=0.5), 64 * 401
     one = RankGemm(traits_of(config, "ag+gemm"), (), *block_tile, k)
     assert one.order.clusters == 1 and one.parts == tiles

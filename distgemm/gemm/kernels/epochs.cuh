@@ -49,17 +49,17 @@ struct Control {
   uint64_t begun[kRanks];  // the last epoch that each rank has begun. The watchdog reads it
 };
 
-// Words of a partial sum of a one-shot kernel, and the lowest 32 bits of the epoch. Loads and stores of a packet are
-// atomic, so who finds the epoch has the words.
+// A packet of a one-shot kernel: three quarters are of a partial sum, and one is the lowest 32 bits of the epoch. Loads
+// and stores of a packet are atomic, so a thread that finds the epoch has the rest.
 struct Packet {
-  static constexpr int kWords = 3;
-  uint32_t words[kWords], epoch;
+  static constexpr int kData = 3;
+  uint32_t data[kData], epoch;
 
   CUTE_DEVICE void load(uint64_t from) {
     asm volatile(
         "{ .reg .b128 packet; .reg .b64 low, high; ld.relaxed.sys.global.b128 packet, [%4];\n"
         "mov.b128 {low, high}, packet; mov.b64 {%0, %1}, low; mov.b64 {%2, %3}, high; }"
-        : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(epoch)
+        : "=r"(data[0]), "=r"(data[1]), "=r"(data[2]), "=r"(epoch)
         : "l"(from)
         : "memory");
   }
@@ -67,7 +67,7 @@ struct Packet {
     asm volatile(
         "{ .reg .b128 packet; .reg .b64 low, high; mov.b64 low, {%1, %2}; mov.b64 high, {%3, %4};\n"
         "mov.b128 packet, {low, high}; st.relaxed.sys.global.b128 [%0], packet; }" ::"l"(to),
-        "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(epoch)
+        "r"(data[0]), "r"(data[1]), "r"(data[2]), "r"(epoch)
         : "memory");
   }
 };

@@ -1287,11 +1287,12 @@ class Kernel {
   // have the same bits. A packet comes as a whole, so it needs no flag, and no fence. Rows that do not exist have none.
   template <class Sums>
   CUTE_DEVICE void exchange_sums_(Sums& sums, Clock clock, Tile const& tile, int part, int thread) const {
-    constexpr int of_word = 4 / sizeof(Partial), words = kPartN / 4 / of_word;  // values; words of a thread in a row
-    constexpr int packets = (words + Packet::kWords - 1) / Packet::kWords;
+    // Partial sums in 4 bytes, which are a quarter of a packet; such quarters that a thread has in a row of the tile.
+    constexpr int of_quarter = 4 / sizeof(Partial), quarters = kPartN / 4 / of_quarter;
+    constexpr int packets = (quarters + Packet::kData - 1) / Packet::kData;
     constexpr int halves = kDown * 2, ahead = cute::max(1, 16 / packets);  // ranks whose packets are read at a time
-    using Word = cutlass::Array<Partial, of_word>;
-    using Convert = cutlass::NumericArrayConverter<Partial, float, of_word>;
+    using Quarter = cutlass::Array<Partial, of_quarter>;
+    using Convert = cutlass::NumericArrayConverter<Partial, float, of_quarter>;
     uint32_t const epoch = clock.epoch(), groups = (cute::min(int32_t(kTileM), params_.m) + 7) / 8;  // of 8 rows, of a tile
     uint64_t const of_rank = uint64_t(parts_() / kParts) * groups * packets * kPacketBytes;
     auto const first_row = [&](int half) { return (half / 2 * kParts + part) * kHeight + thread / 32 * 16 + half % 2 * 8; };
@@ -1305,20 +1306,20 @@ class Kernel {
     auto const value = [&](int half, int number) -> float& {
       return at_(sums, half / 2, number / 2 * 8, half % 2 * 2 + number % 2);
     };
-    // Words that are left over have the epoch, and are compared, too: ptxas splits the load of a packet if a word in its
-    // middle is not used.
-    uint32_t own[halves][packets * Packet::kWords];
+    // Quarters that are left over have the epoch, and are compared, too: ptxas splits the load of a packet if a quarter
+    // in its middle is not used.
+    uint32_t own[halves][packets * Packet::kData];
     CUTE_UNROLL
     for (int half = 0; half < halves; ++half) {
       CUTE_UNROLL
-      for (int word = words; word < packets * Packet::kWords; ++word) own[half][word] = epoch;
+      for (int quarter = quarters; quarter < packets * Packet::kData; ++quarter) own[half][quarter] = epoch;
       CUTE_UNROLL
-      for (int word = 0; word < words; ++word) {
-        cutlass::Array<float, of_word> exact;
+      for (int quarter = 0; quarter < quarters; ++quarter) {
+        cutlass::Array<float, of_quarter> exact;
         CUTE_UNROLL
-        for (int i = 0; i < of_word; ++i) exact[i] = value(half, word * of_word + i);
+        for (int i = 0; i < of_quarter; ++i) exact[i] = value(half, quarter * of_quarter + i);
         auto const rounded = Convert::convert(exact);
-        own[half][word] = reinterpret_cast<uint32_t const&>(rounded);
+        own[half][quarter] = reinterpret_cast<uint32_t const&>(rounded);
       }
     }
     for (uint32_t distance = 1; distance < spaces_.ranks && !mute_; ++distance) {
@@ -1327,7 +1328,7 @@ class Kernel {
         if (!exists(half)) continue;
         CUTE_UNROLL
         for (int packet = 0; packet < packets; ++packet) {
-          uint32_t const* const of_packet = &own[half][packet * Packet::kWords];
+          uint32_t const* const of_packet = &own[half][packet * Packet::kData];
           Packet{of_packet[0], of_packet[1], of_packet[2], epoch}.store(
               at(rank_at_(distance), spaces_.rank, half, packet));
         }
@@ -1337,7 +1338,7 @@ class Kernel {
     for (int half = 0; half < halves; ++half) {
       if (!exists(half)) continue;
       CUTE_UNROLL
-      for (int i = 0; i < words * of_word; ++i) value(half, i) = 0.0f;
+      for (int i = 0; i < quarters * of_quarter; ++i) value(half, i) = 0.0f;
       CUTE_NO_UNROLL
       for (uint32_t first = 0; first < spaces_.ranks; first += ahead) {
         Packet found[ahead][packets];
@@ -1361,21 +1362,21 @@ class Kernel {
             CUTE_UNROLL
             for (auto const& packet : found[i]) arrived &= packet.epoch == epoch;
             CUTE_UNROLL
-            for (int word = words; word < packets * Packet::kWords; ++word) {
-              arrived &= found[i][word / Packet::kWords].words[word % Packet::kWords] == epoch;
+            for (int quarter = quarters; quarter < packets * Packet::kData; ++quarter) {
+              arrived &= found[i][quarter / Packet::kData].data[quarter % Packet::kData] == epoch;
             }
             if (arrived) break;
             lost = spaces_.ends_(spins);
             load(i);
           }
           CUTE_UNROLL
-          for (int word = 0; word < words; ++word) {
-            auto const& packet = found[i][word / Packet::kWords];
-            uint32_t const bits = received ? packet.words[word % Packet::kWords] : own[half][word];
-            auto const& addends = reinterpret_cast<Word const&>(bits);
+          for (int quarter = 0; quarter < quarters; ++quarter) {
+            auto const& packet = found[i][quarter / Packet::kData];
+            uint32_t const bits = received ? packet.data[quarter % Packet::kData] : own[half][quarter];
+            auto const& addends = reinterpret_cast<Quarter const&>(bits);
             CUTE_UNROLL
-            for (int j = 0; j < of_word; ++j) {
-              value(half, word * of_word + j) += lost ? __int_as_float(0x7fffffff) : float(addends[j]);
+            for (int j = 0; j < of_quarter; ++j) {
+              value(half, quarter * of_quarter + j) += lost ? __int_as_float(0x7fffffff) : float(addends[j]);
             }
           }
         }

@@ -125,9 +125,7 @@ class KernelTraits:
                 f"{self.tile[0]}x{self.tile[1]} and clusters of {self.cluster[0]}x{self.cluster[1]}"
             )
         if self.split > 1 and self.pattern not in {"ag+gemm", "gemm+rs"} and not self.one_shot:
-            raise ValueError(
-                f'only kernels for "ag+gemm", "gemm+rs" and one-shot all-reduces split k, got {self.name}'
-            )
+            raise ValueError(f'only kernels for "ag+gemm", "gemm+rs" and one-shot all-reduces split k, got {self.name}')
         accumulators = self.block_tile[0] * self.block_tile[1] + self.tile[0] * self.tile[1]
         if self.split > 1 and self.name and accumulators > MAX_PART:  # the name checks the configuration
             raise ValueError(

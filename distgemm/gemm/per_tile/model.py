@@ -172,7 +172,7 @@ def _link_us(size: float, gb_per_s: float) -> float:
 
 
 def _stored_share(gemm: RankGemm) -> float:
-    """The share of tiles that is stored at peers: 16 rows at a time of those that exist; in packets, more than a row."""
+    """The share of tiles that is stored at peers: 16 rows at a time of those that exist; packets also have epochs."""
     if gemm.traits.gathers:
         return 1.0
     rows = gemm.order.blocks * gemm.traits.cluster[0] * gemm.traits.tile[0]

@@ -122,7 +122,7 @@ def traits_of(
     other = (found.tile[2], found.epilogue, found.raster, found.swizzle, found.share)
     if other != (64, "tma", "heuristic", 1, 1):
         raise ValueError(
-            f"a per-tile kernel has 64 elements of k in a stage, and a configuration like {LARGE} or {SPANNING['ag+gemm'][-1]}, "
+            f"a per-tile kernel has 64 elements of k in a stage, and a configuration like {LARGE} or {SPLIT}, "
             f"without direct, raster, swizzle and share, got {config}"
         )
     pingpong = found.kernel_schedule == "pingpong"
