@@ -28,8 +28,13 @@ def loads(cubin: Path) -> list[str]:
     return _between(cubin, "UTMALDG")
 
 
-def _between(cubin: Path, name: str) -> list[str]:
+def instructions(cubin: Path) -> list[str]:
+    """The names of all instructions, with modifiers such as those of ``LDG.E.128.STRONG.SYS``."""
     printed = subprocess.run([nvdisasm(), "-c", cubin], capture_output=True, text=True, check=True).stdout
-    names = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\w+)", printed, re.MULTILINE)
+    return re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([\w.]+)", printed, re.MULTILINE)
+
+
+def _between(cubin: Path, name: str) -> list[str]:
+    names = [each.partition(".")[0] for each in instructions(cubin)]
     found = [i for i, each in enumerate(names) if each.endswith(name)]
     return names[found[0] : found[-1] + 1]

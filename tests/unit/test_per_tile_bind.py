@@ -13,7 +13,7 @@ from distgemm.gemm.per_tile.bind import RankGemm, Space
 from distgemm.gemm.per_tile.kernel import KernelTraits, Launch
 from distgemm.gemm.per_tile.order import TileOrder
 from distgemm.gemm.per_tile.params import CONTROL_BYTES, Control, Order, Params
-from tests.unit.sass import loads, main_loop
+from tests.unit.sass import instructions, loads, main_loop
 
 GATHER = KernelTraits("ag+gemm", (128, 256), (2, 1), sends=True, epilogue_stages=1)
 SPLIT = KernelTraits("ag+gemm", (64, 64), (2, 2), True, sends=True, epilogue_stages=1, split=4)
@@ -168,6 +168,7 @@ def test_the_struct_of_an_order() -> None:
         replace(GATHER, pattern="a2a+gemm"),
         SPLIT,
         replace(SPLIT, cluster=(1, 2), b_major="n"),
+        replace(SPLIT, pattern="gemm+rs", cluster=(2, 1), sends=False, split=2),
     ],
     ids=lambda traits: traits.name,
 )
@@ -191,6 +192,20 @@ def test_kernels_compile(traits: KernelTraits) -> None:
             field = getattr(kind, part)
             offset, size, kind = offset + field.offset, field.size, dict(kind._fields_)[part]
         assert (offset, size) == (fact.offset, fact.size), name
+
+
+@pytest.mark.parametrize(
+    ("columns", "partial_dtype", "packets"), [(64, "bfloat16", 3), (128, "bfloat16", 6), (64, "float32", 6)]
+)
+def test_a_packet_is_one_access(columns: int, partial_dtype: str, packets: int) -> None:
+    """Each is loaded at two places, and stored at one, for every 8 rows of the 16 of a warp. ptxas may split others."""
+    traits = KernelTraits("gemm+ar", (64, columns), (1, 2), True, partial_dtype=partial_dtype, one_shot=True)
+    gemm = RankGemm(traits, (1,), 64, 512, 256)
+    assert gemm.row_packet_bytes == 4 * packets * 16
+    open_cubin(traits.source(), Params)
+    found = instructions(cubin_path(traits.source()))
+    assert found.count("STG.E.128.STRONG.SYS") == 2 * packets
+    assert found.count("LDG.E.128.STRONG.SYS") == 2 * 2 * packets * (16 // packets)
 
 
 @pytest.mark.parametrize(("held", "sms", "grid"), [(30, 132, 120), (33, 132, 132), (30, 16, 16)])
