@@ -58,7 +58,7 @@ SPANNING: dict[Pattern, tuple[str, ...]] = {
 """Those of few rows whose tiles span shards. Thread blocks split k where SMs would be idle without that."""
 ONE_SHOT = ("64x64x64_1x2_pingpong", "64x128x64_1x2_pingpong", "64x64x64_1x1_pingpong_split_2")
 ONE_SHOT_TALL = ("64x64x64_2x1_pingpong", "64x128x64_2x1_pingpong", SPLIT)
-"""Those of one-shot all-reduces: of up to SHORT_M rows, and of more, with tiles of 128 rows that read B once."""
+"""Those of one-shot all-reduces: of up to SHORT_M rows, and of more, with clusters of 128 rows that read B once."""
 MACHINE = "h200"
 """The machine of all predictions, whatever the GPU: they only say which kernels are worth measuring."""
 EPILOGUE_STAGES: dict[Pattern, tuple[int, int]] = {
