@@ -1,4 +1,4 @@
-"""Measures per-tile kernels on the layers of Llama 3: each rank has the share of one of 8.
+"""Measures per-tile kernels on the layers of Llama 3: each rank has the share of one of 8, or of --tp.
 
     python benchmarks/per_tile.py --json FILE                one GPU, on which everything has arrived
     python benchmarks/per_tile.py --gpus 2 --json FILE       ranks of one process, one on each GPU
@@ -276,7 +276,7 @@ class _OneGpu(_Place):
         own[Control.begun.offset : CONTROL_BYTES].view(torch.int64).fill_(EPOCH)
         own[layout.slots_at :].view(torch.bfloat16).normal_()  # with zeros, a GPU draws less power and runs faster
         own[layout.flags_at : layout.flags_at + 2 * gemm.flags * 8].view(torch.int64).fill_(EPOCH)
-        own[layout.packets_at :].view(torch.int64).fill_(EPOCH << 32)
+        own[layout.packets_at :].view(torch.int32).fill_(EPOCH)
         space = Space([x.data_ptr() for x in memory], 0, *sizes)
         (rows_of_a, _), _, (rows_of_d, _) = row.shapes(self.ranks)
         shard, result = self.a[:rows_of_a], self.d[:rows_of_d]
