@@ -351,7 +351,7 @@ def _per_tile(
                 continue
             gemm = gemm_of(plan, name)
             if gemm.by_columns and gemm.m > gemm.ranks * SHORT_M:
-                continue  # a shard of rows fills a cluster, and B is read as often
+                continue  # a shard of rows has most of a cluster's rows, and B is read as often
             if gemm.traits.one_shot and gemm.m > ONE_SHOT_ROWS:
                 continue
             execution = ExecutionConfig(config=name, gemm_streams=1, execution="per_tile")

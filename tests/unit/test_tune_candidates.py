@@ -18,7 +18,7 @@ from distgemm.bench.choices import UNFUSED_PROGRAMS
 from distgemm.gemm.cublas import CublasProvider
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.per_tile.model import Costs, predict_per_tile
-from distgemm.gemm.per_tile.select import CONFIGS, FLAT, ONE_SHOT, ONE_SHOT_TALL, SPANNING, gemm_of
+from distgemm.gemm.per_tile.select import CONFIGS, FLAT, ONE_SHOT, ONE_SHOT_TALL, SPANNING, SPLIT, gemm_of
 from distgemm.measure.models import MODELS
 from distgemm.plan.patterns import does_pattern
 from distgemm.runtime.cuda.lowering import check_across
@@ -122,7 +122,7 @@ def test_few_tokens_take_a_one_shot_kernel_or_a_library() -> None:
         ("2xh200", 1.08, 0.7),
         ("4xh200", 1.03, 0.7),
         ("few_2xh200", 1.04, 0.7),
-        ("few_4xh200", 1.06, 0.6),
+        ("few_4xh200", 1.06, 0.7),
         ("all_to_all_2xh200", 1.12, 0.4),
         ("all_to_all_4xh200", 1.12, 0.7),
     ],
@@ -131,11 +131,11 @@ def test_what_is_predicted_is_nearly_the_fastest_measured(file: str, most: float
     """In the geometric mean over the rows of a benchmark whose predicted configuration was measured.
 
     This is at least such a share of the rows: a benchmark measures what was predicted to be fast in its time. Per-tile
-    kernels take 4.2 us less than in the files of four GPUs, whose graphs had nodes behind each call; and reductions of
-    few rows had no kernels that split k then.
+    kernels take 4.2 us less than in the files of four GPUs, whose graphs had nodes behind each call. Kernels that split
+    k in two are newer than these files: rows for which one is predicted do not count there.
     """
     path = Path(__file__).parents[2] / "benchmarks" / "results" / f"executions_{file}.json"
-    slower, rows = [], json.loads(path.read_text())["rows"]
+    slower, newer, rows = [], 0, json.loads(path.read_text())["rows"]
     # In these files, two-shot sums stay in symmetric memory.
     unfused = UNFUSED_PROGRAMS | {"torch two-shot + cuBLAS": dataclasses.replace(UNFUSED, collective="two-shot")}
     for row in rows:
@@ -149,7 +149,8 @@ def test_what_is_predicted_is_nearly_the_fastest_measured(file: str, most: float
         found = predicted(problem, row["pattern"], row["ranks"]).text
         if found in times:
             slower.append(times[found] / min(times.values()))
-    assert len(slower) > share * len(rows) and statistics.geometric_mean(slower) < most
+        newer += "4xh200" in file and "_split_2" in found
+    assert len(slower) > share * (len(rows) - newer) and statistics.geometric_mean(slower) < most
 
 
 @pytest.mark.parametrize("pattern", get_args(Pattern))
@@ -161,10 +162,17 @@ def test_per_tile_kernels_are_considered(pattern: Pattern) -> None:
     assert [config.execution.config for config in found] == [*CONFIGS[pattern][:-1]]
     few = candidates.predictions(GemmProblem(256, 8192, 8192), pattern, 4)
     tiles = [config.execution.config for config in few if config.execution.execution == "per_tile"]
+    # Clusters with more rows than a shard has, which are 64; of an all-reduce, also those of shards of columns.
+    wide, sums, *in_four = (
+        "128x128x64_1x2_cooperative",
+        "64x64x64_2x1_pingpong",
+        "64x64x64_2x1_pingpong_split_4",
+        "64x64x64_2x2_pingpong_split_4",
+    )
     more = {
-        "ag+gemm": [config for config in SPANNING["ag+gemm"] if config.startswith("128x128") or "_2x" in config],
-        "gemm+rs": [FLAT, *(x for x in SPANNING["gemm+rs"] if x.startswith("128x128") or "_2x" in x)],
-        "gemm+ar": [FLAT, *CONFIGS["gemm+ar"][:-1]],  # the latter of shards of columns
+        "ag+gemm": (wide, SPLIT, *in_four),
+        "gemm+rs": (FLAT, wide, sums, SPLIT),
+        "gemm+ar": (FLAT, *CONFIGS["gemm+ar"][:-1]),
     }
     assert tiles == [*CONFIGS[pattern], *more.get(pattern, ())]
     for rows, flat in ((64, True), (128, True), (129, False)):

@@ -71,8 +71,8 @@ class KernelTraits:
         sends: whether a kernel that gathers sends its shard of A.
         one_shot: whether all ranks add all partial sums of an all-reduce. Otherwise the owner of a tile does.
         epilogue_stages: subtiles that each warp group has in shared memory, to be stored.
-        split: so many thread blocks of a cluster split k. Each multiplies all tiles of the cluster, with
-            pingpong tiles; the first ones finish one each. 1: k is not split.
+        split: so many thread blocks of a cluster split k. Each multiplies all tiles of the cluster, with pingpong
+            tiles; the first ones finish one each. 1: k is not split.
 
     Raises:
         ValueError: for values that do not go together, and if the tile does not fit into shared memory.

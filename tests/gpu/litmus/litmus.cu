@@ -194,7 +194,7 @@ __device__ bool exchange_packets(Arguments const& args, uint32_t* in, size_t fir
       if (found.epoch == epoch || change == kOlderEpoch) break;
       if (looks % 256 == 0 && nanoseconds() > deadline) return false;
     }
-    for (int word = 0; word < 3; ++word) in[i + word] = found.data[word];
+    for (int word = 0; word < distgemm::Packet::kData; ++word) in[i + word] = found.data[word];
     in[i + 3] = found.epoch - first_epoch;
   }
   return true;
