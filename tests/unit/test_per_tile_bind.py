@@ -197,15 +197,15 @@ def test_kernels_compile(traits: KernelTraits) -> None:
 def test_a_packet_is_one_access(columns: int, partial_dtype: str, packets: int) -> None:
     """The kernel has one instruction of 16 bytes for each store and each load of a packet.
 
-    A warp has 16 rows of a tile, in two halves. It loads the packets of several ranks at a time, and loads them again
-    where they have not come.
+    A warp has 16 rows of a tile, in two halves. It loads the packets of several ranks at a time, and again where they have
+    not come; behind those that it adds, it loads those of the next ranks.
     """
     traits = KernelTraits("gemm+ar", (64, columns), (1, 2), True, partial_dtype=partial_dtype, one_shot=True)
     gemm = RankGemm(traits, (1,), 64, 512, 256)
     assert gemm.row_packet_bytes == 4 * packets * 16
     open_cubin(traits.source(), Params)
     found = instructions(cubin_path(traits.source()))
-    halves, ranks, places = 2, 16 // packets, 2
+    halves, ranks, places = 2, 12 // packets, 3
     assert found.count("STG.E.128.STRONG.SYS") == halves * packets
     assert found.count("LDG.E.128.STRONG.SYS") == halves * packets * ranks * places
 

@@ -1290,7 +1290,8 @@ class Kernel {
     // Partial sums in 4 bytes, which are a quarter of a packet; such quarters that a thread has in a row of the tile.
     constexpr int of_quarter = 4 / sizeof(Partial), quarters = kPartN / 4 / of_quarter;
     constexpr int packets = (quarters + Packet::kData - 1) / Packet::kData;
-    constexpr int halves = kDown * 2, ahead = cute::max(1, 16 / packets);  // ranks whose packets are read at a time
+    // Ranks whose packets are on their way: as many as there are registers for. A block that multiplies several tiles has fewer.
+    constexpr int halves = kDown * 2, ahead = cute::max(1, (kBlockM * kBlockN > kTileM * kTileN ? 18 : 24) / (halves * packets));
     using Quarter = cutlass::Array<Partial, of_quarter>;
     using Convert = cutlass::NumericArrayConverter<Partial, float, of_quarter>;
     uint32_t const epoch = clock.epoch(), groups = (cute::min(int32_t(kTileM), params_.m) + 7) / 8;  // of 8 rows, of a tile
@@ -1334,44 +1335,55 @@ class Kernel {
         }
       }
     }
-    CUTE_UNROLL
-    for (int half = 0; half < halves; ++half) {
-      if (!exists(half)) continue;
+    // A thread loads all that a rank has sent at once: what it waits for is one trip to memory, and not one for each half.
+    Packet found[ahead][halves][packets];
+    auto const load = [&](uint32_t source, auto& of_rank) {
+      if (source >= spaces_.ranks || source == spaces_.rank) return;
       CUTE_UNROLL
-      for (int i = 0; i < quarters * of_quarter; ++i) value(half, i) = 0.0f;
-      CUTE_NO_UNROLL
-      for (uint32_t first = 0; first < spaces_.ranks; first += ahead) {
-        Packet found[ahead][packets];
-        auto const load = [&](uint32_t i) {
-          CUTE_UNROLL
-          for (int packet = 0; packet < packets; ++packet) {
-            found[i][packet].load(at(spaces_.rank, first + i, half, packet));
-          }
-        };
+      for (int half = 0; half < halves; ++half) {
+        if (!exists(half)) continue;
         CUTE_UNROLL
-        for (uint32_t i = 0; i < ahead; ++i) {
-          if (first + i < spaces_.ranks && first + i != spaces_.rank) load(i);
+        for (int packet = 0; packet < packets; ++packet) {
+          of_rank[half][packet].load(at(spaces_.rank, source, half, packet));
+        }
+      }
+    };
+    auto const arrived = [&](auto const& of_rank) {
+      bool every = true;
+      CUTE_UNROLL
+      for (int half = 0; half < halves; ++half) {
+        bool of_half = true;
+        CUTE_UNROLL
+        for (auto const& packet : of_rank[half]) of_half &= packet.epoch == epoch;
+        CUTE_UNROLL
+        for (int quarter = quarters; quarter < packets * Packet::kData; ++quarter) {
+          of_half &= of_rank[half][quarter / Packet::kData].data[quarter % Packet::kData] == epoch;
+        }
+        every &= of_half || !exists(half);
+      }
+      return every;
+    };
+    clear(sums);
+    CUTE_UNROLL
+    for (uint32_t i = 0; i < ahead; ++i) load(i, found[i]);
+    CUTE_NO_UNROLL
+    for (uint32_t first = 0; first < spaces_.ranks; first += ahead) {
+      CUTE_UNROLL
+      for (uint32_t i = 0; i < ahead; ++i) {
+        uint32_t const source = first + i;
+        if (source >= spaces_.ranks) break;
+        bool const received = source != spaces_.rank;
+        bool lost = false;
+        for (uint32_t spins = 1; received && !lost && !arrived(found[i]); ++spins) {
+          lost = spaces_.ends_(spins);
+          load(source, found[i]);
         }
         CUTE_UNROLL
-        for (uint32_t i = 0; i < ahead; ++i) {
-          if (first + i >= spaces_.ranks) break;
-          bool const received = first + i != spaces_.rank;
-          bool lost = false;
-          for (uint32_t spins = 1; received && !lost; ++spins) {
-            bool arrived = true;
-            CUTE_UNROLL
-            for (auto const& packet : found[i]) arrived &= packet.epoch == epoch;
-            CUTE_UNROLL
-            for (int quarter = quarters; quarter < packets * Packet::kData; ++quarter) {
-              arrived &= found[i][quarter / Packet::kData].data[quarter % Packet::kData] == epoch;
-            }
-            if (arrived) break;
-            lost = spaces_.ends_(spins);
-            load(i);
-          }
+        for (int half = 0; half < halves; ++half) {
+          if (!exists(half)) continue;
           CUTE_UNROLL
           for (int quarter = 0; quarter < quarters; ++quarter) {
-            auto const& packet = found[i][quarter / Packet::kData];
+            auto const& packet = found[i][half][quarter / Packet::kData];
             uint32_t const bits = received ? packet.data[quarter % Packet::kData] : own[half][quarter];
             auto const& addends = reinterpret_cast<Quarter const&>(bits);
             CUTE_UNROLL
@@ -1380,6 +1392,7 @@ class Kernel {
             }
           }
         }
+        load(source + ahead, found[i]);
       }
     }
   }
