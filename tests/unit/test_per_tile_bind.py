@@ -197,8 +197,8 @@ def test_kernels_compile(traits: KernelTraits) -> None:
 def test_a_packet_is_one_access(columns: int, partial_dtype: str, packets: int) -> None:
     """The kernel has one instruction of 16 bytes for each store and each load of a packet.
 
-    A warp has 16 rows of a tile, in two halves. It loads the packets of several ranks at a time, and again where they have
-    not come; behind those that it adds, it loads those of the next ranks.
+    A warp has 16 rows of a tile, in two halves. It loads the packets of several ranks at a time, and again where they
+    have not come; behind those that it adds, it loads those of the next ranks.
     """
     traits = KernelTraits("gemm+ar", (64, columns), (1, 2), True, partial_dtype=partial_dtype, one_shot=True)
     gemm = RankGemm(traits, (1,), 64, 512, 256)
